@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 # Operators that are no plain name between underscores. Written out, because stripping would turn
 # __rand__ (a reversed &) into torch.rand and __float__ (a read on the host) into a cast.
@@ -272,9 +271,7 @@ def indexes_with_tensor(node: Node) -> bool:
     if isinstance(index, list):
         return True
     items = index if isinstance(index, tuple) else (index,)
-    return any(
-        isinstance(item, list) or isinstance(item, torch.Tensor) or _is_tensor_node(item) for item in items
-    ) or (any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(index)))
+    return any(isinstance(item, list | torch.Tensor) or _is_tensor_node(item) for item in items)
 
 
 def _is_tensor_node(item: Any) -> bool:
