@@ -1,0 +1,501 @@
+"""Capture a model: run it once under the recorder and return what its graph needs to run.
+
+Steps:
+
+1. bind the arguments as the forward would, take them apart, copy the tensors;
+2. remember the state that a run changes (buffers, module attributes, random generators);
+3. run the forward under :class:`ampfx.capture.recorder.Recorder`;
+4. turn changed module attributes into graph nodes, refuse those that cannot be replayed;
+5. bring the state back, so that a capture leaves no trace on the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+
+from ampfx import runtime
+from ampfx.capture.holders import HeldTensors
+from ampfx.capture.interception import intercepting
+from ampfx.capture.recorder import Recorder, source_line, to_plain
+from ampfx.capture.structure import Structure, flatten
+from ampfx.capture.symbols import TracedFloat, TracedInt, is_traced
+from ampfx.errors import AmpfxError, CaptureError
+
+# Hooks of torch that compute a weight before each forward: they are part of the model's mathematics.
+_WEIGHT_HOOKS = ("WeightNorm", "SpectralNorm")
+
+
+@dataclass
+class Captured:
+    """A recorded graph and what belongs to it.
+
+    Args:
+        graph: the canonical graph: placeholders are the varying leaves of the inputs.
+        inputs: structure of ``(args, kwargs)``.
+        outputs: structure of the result; its leaves are the values of the output node.
+        constants: objects the graph reads through ``get_attr`` and that the model does not hold.
+        written_attributes: ``(module path, name)`` of attributes that the forward assigns.
+        mutated: names of held tensors that the forward writes to in place.
+        late_guards: whether guards stand among the nodes.
+        module_calls: number of module calls recorded, by path.
+    """
+
+    graph: fx.Graph
+    inputs: Structure
+    outputs: Structure
+    constants: dict[str, Any]
+    written_attributes: tuple[tuple[str, str], ...] = ()
+    mutated: tuple[str, ...] = ()
+    late_guards: bool = False
+    module_calls: dict[str, int] = field(default_factory=dict)
+
+
+def is_input_leaf(value: Any) -> bool:
+    """The leaves of the inputs that vary from call to call: tensors and numbers."""
+    return isinstance(value, torch.Tensor) or type(value) in (int, float) or is_traced(value)
+
+
+def is_output_leaf(value: Any) -> bool:
+    """The leaves of a result that the graph computes."""
+    return is_traced(value) or isinstance(value, torch.Tensor)
+
+
+class Capture:
+    """One recording of a module.
+
+    Args:
+        root: the module whose attributes the graph reads.
+        forward: called with the arguments; runs the model.
+    """
+
+    def __init__(self, root: nn.Module, forward: Callable[..., Any]) -> None:
+        self.root, self.forward = root, forward
+        self.paths: dict[int, str] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            self.paths.setdefault(id(module), path)
+        self.held = HeldTensors(root)
+        self.recorder = Recorder(root, self.held)
+        self.module_calls: dict[str, int] = {}
+        self._regions = 0
+        self._hooked: list[nn.Module] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """Record one call of the model with these arguments."""
+        recorder, graph = self.recorder, self.recorder.graph
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), is_input_leaf, leaves)
+        copies = _copy_leaves(leaves)
+        placeholders, traced = self._placeholders(structure, copies)
+        from ampfx.capture.structure import unflatten
+
+        call_args, call_kwargs = unflatten(structure, traced)
+        before = _snapshot(self.root)
+        try:
+            with _random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
+                python_random = random.getstate(), _numpy_state()
+                with intercepting(self), recorder:
+                    result = self._call_root(call_args, call_kwargs)
+                    outputs: list[Any] = []
+                    out_structure = flatten(result, is_output_leaf, outputs)
+                    self._refuse_changed_inputs(structure, traced, (call_args, call_kwargs))
+                    written = self._record_writes(before)
+                    graph.output(tuple(self._output_node(item) for item in outputs))
+                if (random.getstate(), _numpy_state()) != python_random:
+                    raise CaptureError(
+                        "forward draws random numbers from Python's or numpy's generator: a graph would repeat the "
+                        "numbers of the capture for ever. Draw them with torch (torch.rand(())), or pass them in."
+                    )
+            mutated = tuple(self.held.changed())
+        finally:
+            _restore(before)
+            self.held.restore()
+        self._drop_unread(placeholders)
+        return Captured(
+            graph=graph,
+            inputs=structure,
+            outputs=out_structure,
+            constants={name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")},
+            written_attributes=written,
+            mutated=mutated,
+            late_guards=recorder.late_guards,
+            module_calls=self.module_calls,
+        )
+
+    # ------------------------------------------------------------------ inputs and outputs
+
+    def _placeholders(self, structure: Structure, leaves: list[Any]) -> tuple[list[fx.Node], list[Any]]:
+        recorder = self.recorder
+        names = _leaf_names(structure)
+        nodes, traced = [], []
+        seen: dict[int, Any] = {}
+        for name, leaf in zip(names, leaves, strict=True):
+            node = recorder.graph.placeholder(name)
+            recorder.describe(node)
+            node.meta["source"] = ""
+            nodes.append(node)
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in seen:
+                    recorder.remember(leaf, node)
+                    seen[id(leaf)] = leaf
+                node.meta["val"] = recorder.spec_of(leaf)
+                traced.append(leaf)
+            else:
+                node.meta["val"] = None
+                kind = TracedInt if isinstance(leaf, int) else TracedFloat
+                traced.append(kind(leaf, node, recorder))
+        return nodes, traced
+
+    def _drop_unread(self, placeholders: list[fx.Node]) -> None:
+        """Dead nodes go here, before any pass looks; inputs stay, read or not."""
+        from ampfx.graph_utils import is_impure
+
+        self.recorder.graph.eliminate_dead_code(is_impure_node=is_impure)
+
+    def _output_node(self, value: Any) -> fx.Node:
+        node = self.recorder.to_fx(value)
+        assert isinstance(node, fx.Node)
+        return node
+
+    def _refuse_changed_inputs(self, structure: Structure, leaves: list[Any], value: Any) -> None:
+        after: list[Any] = []
+        same = flatten(value, is_input_leaf, after)
+        if same != structure or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            raise CaptureError(
+                "forward changes one of its arguments (a dict, list or object that was passed in): the graph could "
+                "not change the caller's. Return the new value instead."
+            )
+
+    # ------------------------------------------------------------------ modules, Functions, regions
+
+    def _call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recorder.module_stack.append(("", type(self.root)))
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.recorder.module_stack.pop()
+
+    def call_module(
+        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module is called during the recording."""
+        stack = self.recorder.module_stack
+        path = self.paths.get(id(module))
+        if path is None:
+            outer = stack[-1][0] if stack else ""
+            path = f"{outer}.{type(module).__name__}" if outer else type(module).__name__
+        self.module_calls[path] = self.module_calls.get(path, 0) + 1
+        stack.append((path, type(module)))
+        try:
+            if id(module) in self.paths and _has_hooks(module) and module not in self._hooked:
+                return self._call_hooked(module, path, args, kwargs)
+            return original(module, *args, **kwargs)
+        except AmpfxError:
+            raise
+        finally:
+            stack.pop()
+
+    def _call_hooked(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hooks stay calls; what stands between them is recorded as ever."""
+        recorder = self.recorder
+        if _only_weight_hooks(module):
+            for hook in module._forward_pre_hooks.values():
+                hook(module, args)
+            return module.forward(*args, **kwargs)
+        owner = recorder.module_node(path)
+        if module._forward_pre_hooks:
+            args, kwargs = self._opaque(runtime.run_forward_pre_hooks, owner, module, (args, kwargs))
+        handle: Any = None
+        if module._backward_hooks or module._backward_pre_hooks:
+            begin = recorder._create(
+                runtime.begin_backward_hooks, (owner, recorder.to_fx(args)), {}, "call_function"
+            )
+            begin.meta["val"] = None
+            handle = begin
+            inputs = recorder._create(_getitem, (begin, 1), {}, "call_function")
+            args = self._bind_opaque(inputs, args)
+        result = module.forward(*args, **kwargs)
+        if handle is not None:
+            end = recorder._create(runtime.end_backward_hooks, (self._part(handle, 0), recorder.to_fx(result)), {}, "call_function")
+            result = self._bind_opaque(end, result)
+        if module._forward_hooks:
+            result = self._opaque(runtime.run_forward_hooks, owner, module, (args, kwargs, result))
+        return result
+
+    def _part(self, node: fx.Node, index: int) -> fx.Node:
+        part = self.recorder._create(_getitem, (node, index), {}, "call_function")
+        part.meta["val"] = None
+        return part
+
+    def _opaque(self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        recorder = self.recorder
+        node = recorder._create(function, (owner, *recorder.to_fx(args)), {}, "call_function")
+        with recorder.paused():
+            result = function(module, *to_plain(args))
+        return self._bind_opaque(node, result)
+
+    def _bind_opaque(self, node: fx.Node, value: Any) -> Any:
+        """Every tensor inside ``value`` becomes a part of ``node``, by position."""
+        recorder = self.recorder
+        if isinstance(value, torch.Tensor):
+            recorder.remember(value, node)
+            return value
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self._bind_part(node, key, item)
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                self._bind_part(node, index, item)
+        node.meta["val"] = None
+        return value
+
+    def _bind_part(self, node: fx.Node, key: Any, item: Any) -> None:
+        if isinstance(item, (torch.Tensor, dict, tuple, list)):
+            part = self.recorder._create(_getitem, (node, key), {}, "call_function")
+            self._bind_opaque(part, item)
+
+    def call_function(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom autograd Function is applied: one node, its own backward is kept."""
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _, *inputs = args
+            with self.checkpoint_region():
+                return function(*inputs)
+        if kwargs:
+            raise CaptureError(f"{cls.__name__}.apply is called with keyword arguments at {source_line()}")
+        return self.recorder.call(
+            runtime.apply_function, (cls, *args), {}, run=lambda cls_, *rest: cls_.apply(*rest)
+        )
+
+    @contextlib.contextmanager
+    def checkpoint_region(self) -> Iterator[None]:
+        """The nodes recorded inside are recomputed in backward."""
+        self._regions += 1
+        outermost = not self.recorder.opaque_stack
+        self.recorder.opaque_stack.append(self._regions if outermost else self.recorder.opaque_stack[-1])
+        try:
+            yield
+        finally:
+            self.recorder.opaque_stack.pop()
+
+    # ------------------------------------------------------------------ attributes that forward assigns
+
+    def _record_writes(self, before: list[_State]) -> tuple[tuple[str, str], ...]:
+        written = []
+        for state in before:
+            path = self.paths[id(state.module)]
+            for name, value in state.changes():
+                leaves: list[Any] = []
+                flatten(value, is_output_leaf, leaves)
+                if not leaves:
+                    if value is _MISSING or not _harmless(value, state.attributes.get(name, _MISSING)):
+                        raise CaptureError(
+                            f"forward changes the attribute {path + '.' if path else ''}{name} of "
+                            f"{type(state.module).__name__} "
+                            f"from {state.attributes.get(name, 'nothing')!r} to {value!r}: a graph would not repeat that. "
+                            "Keep it in a buffer (register_buffer) and update it with a torch operation."
+                        )
+                    continue
+                node = self.recorder._create(
+                    runtime.set_attribute,
+                    (self.recorder.module_node(path), name, self.recorder.to_fx(value)),
+                    {},
+                    "call_function",
+                )
+                node.meta["val"] = None
+                written.append((path, name))
+        return tuple(written)
+
+
+def _getitem(value: Any, key: Any) -> Any:
+    return value[key]
+
+
+import operator as _operator  # noqa: E402
+
+_getitem = _operator.getitem  # noqa: F811
+
+_MISSING = object()
+
+
+def _harmless(new: Any, old: Any) -> bool:
+    return type(new) is type(old) and new is not old and not isinstance(new, (int, float, str, bool)) and new == old
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _only_weight_hooks(module: nn.Module) -> bool:
+    return not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks) and all(
+        type(hook).__name__ in _WEIGHT_HOOKS for hook in module._forward_pre_hooks.values()
+    )
+
+
+class _State:
+    """The attributes of one module before the recording."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = {name: value for name, value in vars(module).items() if name not in _STORES}
+        self.stores = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
+        self.contents = {
+            name: list(value) if isinstance(value, list) else dict(value)
+            for name, value in self.attributes.items()
+            if type(value) in (list, dict)
+        }
+
+    def changes(self) -> list[tuple[str, Any]]:
+        """Names and new values of the attributes and buffers that are not what they were."""
+        now = vars(self.module)
+        changed = []
+        for name, value in now.items():
+            if name in _STORES or name.startswith("_ampfx"):
+                continue
+            old = self.attributes.get(name, _MISSING)
+            if old is not value and not _same_plain(old, value):
+                changed.append((name, value))
+            elif name in self.contents and not _same_items(self.contents[name], value):
+                changed.append((name, value))
+        changed += [(name, _MISSING) for name in self.attributes if name not in now]
+        for store, old_items in self.stores.items():
+            for name, value in now[store].items():
+                if old_items.get(name, _MISSING) is not value:
+                    changed.append((name, value))
+        return changed
+
+    def restore(self) -> None:
+        """Bring every attribute back, in place: the containers keep their identity."""
+        now = vars(self.module)
+        for name in [name for name in now if name not in _STORES and name not in self.attributes]:
+            if not name.startswith("_ampfx"):
+                del now[name]
+        for name, value in self.attributes.items():
+            now[name] = value
+        for name, content in self.contents.items():
+            value = self.attributes[name]
+            if isinstance(value, list):
+                value[:] = content
+            elif not _same_items(content, value):
+                value.clear()
+                value.update(content)
+        for store, items in self.stores.items():
+            if not _same_items(items, now[store]):
+                now[store].clear()
+                now[store].update(items)
+
+
+_STORES = frozenset(
+    "_parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks _backward_hooks "
+    "_backward_pre_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs "
+    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks _load_state_dict_post_hooks "
+    "_is_full_backward_hook".split()
+)
+
+
+def _same_plain(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and isinstance(new, (int, float, str, bool, bytes)) and old == new
+
+
+def _same_items(old: Any, new: Any) -> bool:
+    if len(old) != len(new):
+        return False
+    if isinstance(old, dict):
+        return list(old) == list(new) and all(old[key] is new[key] or _same_plain(old[key], new[key]) for key in old)
+    return all(a is b or _same_plain(a, b) for a, b in zip(old, new, strict=True))
+
+
+def _snapshot(root: nn.Module) -> list[_State]:
+    return [_State(module) for module in root.modules()]
+
+
+def _restore(states: list[_State]) -> None:
+    for state in states:
+        state.restore()
+
+
+@contextlib.contextmanager
+def _random_state() -> Iterator[None]:
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    python, numpy_state = random.getstate(), _numpy_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            if random.getstate() != python:
+                random.setstate(python)
+            if _numpy_state() != numpy_state:
+                _set_numpy_state(numpy_state)
+
+
+def _numpy_state() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    name, keys, position, has_gauss, cached = numpy.random.get_state()  # type: ignore[misc]
+    return name, tuple(keys.tolist()), position, has_gauss, cached
+
+
+def _set_numpy_state(state: Any) -> None:
+    import numpy
+
+    if state is not None:
+        numpy.random.set_state((state[0], numpy.array(state[1], dtype=numpy.uint32), *state[2:]))
+
+
+def _device_type(leaves: list[Any], root: nn.Module) -> str:
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.device.type
+    for parameter in root.parameters():
+        return parameter.device.type
+    return "cpu"
+
+
+def _copy_leaves(leaves: list[Any]) -> list[Any]:
+    """Copies of the input tensors, so that a recorded in-place write does not reach the caller's."""
+    copies: dict[int, Any] = {}
+    result = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            result.append(leaf)
+            continue
+        if id(leaf) not in copies:
+            copy = leaf.detach().clone()
+            if leaf.requires_grad:
+                copy.requires_grad_()
+                if not leaf.is_leaf and torch.is_grad_enabled():
+                    copy = copy.clone()  # not a leaf: in-place writes are allowed on it
+            copies[id(leaf)] = copy
+        result.append(copies[id(leaf)])
+    return result
+
+
+def _leaf_names(structure: Structure) -> list[str]:
+    """Names of the leaves of ``(args, kwargs)``, for placeholders."""
+    names: list[str] = []
+
+    def walk(part: Structure, name: str) -> None:
+        if part.kind is None:
+            names.append(name or "x")
+            return
+        keys: Any = [key for key in part.keys if key != "__dict__"] or range(len(part.children))
+        for key, child in zip(keys, part.children, strict=True):
+            suffix = "".join(ch if ch.isalnum() else "_" for ch in str(key))
+            walk(child, f"{name}_{suffix}" if name else suffix)
+
+    args, kwargs = structure.children
+    for index, child in enumerate(args.children):
+        walk(child, f"arg{index}")
+    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
+        walk(child, "".join(ch if ch.isalnum() else "_" for ch in str(key)))
+    return names

@@ -1,0 +1,144 @@
+"""The tensors that exist before a recorded run, where they are held, and what the run did to them.
+
+A tensor that a recorded operation reads is either the result of another one or was there before:
+a parameter, a buffer, a plain attribute of a module, something inside another object that a module
+holds, or a global. :class:`HeldTensors` knows which, so that the graph reads it from its place each
+time instead of freezing the value. It also brings back the values that the recorded run overwrote.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a tensor is held.
+
+    Args:
+        attribute: dotted path from the root, for parameters, buffers and attributes of modules.
+        owner: path of the module that holds an object with the tensor inside.
+        path: where in that module: ``"state.h"``, ``"cache[0]"``.
+    """
+
+    attribute: str | None = None
+    owner: str | None = None
+    path: str | None = None
+
+
+class HeldTensors:
+    """The tensors alive when a recording starts.
+
+    Args:
+        root: the module to capture. Names are its own dotted names, the first one of tied tensors.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._holders: dict[int, tuple[torch.Tensor, Holder]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {
+            id(item): weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor)
+        }
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._nested_scanned = False
+        for path, module in root.named_modules():
+            prefix = f"{path}." if path else ""
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    if tensor is not None:
+                        self._hold(tensor, Holder(attribute=prefix + name))
+        for path, module in root.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._hold(value, Holder(attribute=prefix + name))
+        with torch.no_grad():
+            for module in root.modules():
+                for tensor in module._buffers.values():
+                    if tensor is not None:
+                        self._save(tensor)
+
+    def _hold(self, tensor: torch.Tensor, holder: Holder) -> None:
+        self._holders.setdefault(id(tensor), (tensor, holder))
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        if id(tensor) not in self._saved:
+            self._saved[id(tensor)] = (tensor, tensor.detach().clone(), _version(tensor))
+
+    def find(self, tensor: torch.Tensor) -> Holder | None:
+        """Where ``tensor`` is held; None when it did not exist before the recording."""
+        known = self._holders.get(id(tensor))
+        if known is not None and known[0] is tensor:
+            return known[1]
+        if not self._nested_scanned:
+            self._nested_scanned = True
+            self._scan_nested()
+            known = self._holders.get(id(tensor))
+            if known is not None and known[0] is tensor:
+                return known[1]
+        alive = self._alive.get(id(tensor))
+        return Holder() if alive is not None and alive() is tensor else None
+
+    def _scan_nested(self) -> None:
+        for path, module in self.root.named_modules():
+            for name, value in vars(module).items():
+                if not name.startswith("_") or isinstance(value, (list, tuple)):
+                    for inner, tensor in _tensors_inside(value, name, _DEPTH):
+                        self._hold(tensor, Holder(owner=path, path=inner))
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Keep the value of a tensor that a recorded operation is about to overwrite."""
+        base = tensor._base if tensor._is_view() else tensor
+        for candidate in (tensor, base):
+            if candidate is None or id(candidate) in self._saved:
+                continue
+            alive = self._alive.get(id(candidate))
+            if alive is not None and alive() is candidate:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._save(candidate)
+
+    def restore(self) -> None:
+        """Bring back every value that the recorded run overwrote."""
+        with torch.no_grad():
+            for tensor, value, version in self._saved.values():
+                if _version(tensor) != version or not torch.equal(tensor, value):
+                    tensor.data.copy_(value)
+
+    def changed(self) -> list[str]:
+        """Names of the held tensors that the recorded run wrote to."""
+        names = []
+        for tensor, _, version in self._saved.values():
+            if _version(tensor) != version:
+                known = self._holders.get(id(tensor))
+                names.append(known[1].attribute or "?" if known is not None else "?")
+        return names
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def _tensors_inside(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth <= 0 or isinstance(value, (nn.Module, str, bytes, type)) or value is None:
+        return
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _tensors_inside(item, f"{path}['{key}']", depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensors_inside(item, f"{path}[{index}]", depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        for name, item in vars(value).items():
+            yield from _tensors_inside(item, f"{path}.{name}", depth - 1)
