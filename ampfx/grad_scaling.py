@@ -63,6 +63,8 @@ def _enter(
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         loss_scale.traced = True
+        for tensor in tensors:
+            loss_scale.prepare_traced(tensor.device)
     if torch._C._are_functorch_transforms_active():
         # Wrapped tensors do not always say whether they need a gradient.
         return _apply(_Unscale, loss_scale, dtype, alias, *tensors)
@@ -81,6 +83,8 @@ def _enter(
 
 
 def _leave(loss_scale: ModuleScale, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        loss_scale.prepare_traced(tensor.device)
     active = torch.is_grad_enabled() and tensor.requires_grad
     if active or torch._C._are_functorch_transforms_active():
         result: Tensor = _apply(_Scale, loss_scale, dtype, tensor)
@@ -94,14 +98,14 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def times(grad: Tensor, factor: Tensor) -> Tensor:
     """``grad * factor`` for a factor of shape (1,): one kernel that computes in at least float32."""
-    if grad.layout is not torch.strided:
+    if grad.is_sparse or grad.is_sparse_csr:
         return _times_sparse(grad, factor)
     product = grad * factor
     return product if grad.dim() else product.reshape(())
 
 
 def _times_sparse(grad: Tensor, factor: Tensor) -> Tensor:
-    if grad.layout is not torch.sparse_coo:
+    if not grad.is_sparse:
         return grad.to(torch.float32) * factor.reshape(())
     return torch.sparse_coo_tensor(
         grad._indices(),
@@ -118,16 +122,20 @@ def _is_transformed(grads: Grads) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return any(grad is not None and torch._C._functorch.is_functorch_wrapped_tensor(grad) for grad in grads)
+    functorch = torch._C._functorch
+    return any(
+        grad is not None
+        and (functorch.is_functorch_wrapped_tensor(grad) or functorch.is_legacy_batchedtensor(grad))
+        for grad in grads
+    )
 
 
 def values_of(grad: Tensor) -> Tensor:
     """The strided real tensor that holds all numbers of a gradient (sparse, complex, distributed)."""
-    local = getattr(grad, "_local_tensor", grad)
-    assert isinstance(local, Tensor)
-    if local.layout is torch.sparse_coo:
+    local: Tensor = getattr(grad, "_local_tensor", grad)
+    if local.is_sparse:
         local = local._values()
-    elif local.layout is not torch.strided:
+    elif local.is_sparse_csr:
         local = local.values()  # type: ignore[no-untyped-call]
     return torch.view_as_real(local) if local.is_complex() else local
 

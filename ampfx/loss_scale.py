@@ -361,14 +361,25 @@ class ModuleScale:
             self.group.replica(device)
             self.flag_for(device)
 
+    @torch._dynamo.assume_constant_result
+    def prepare_traced(self, device: torch.device) -> bool:
+        """The same from inside a trace: it runs at once, not in the traced program."""
+        self.prepare([device])
+        return True
+
     def note_backward(self, device: torch.device) -> None:
         """The host sees that gradients leave this module on ``device``. Not called in traced programs."""
         self.generation += 1
-        self._touched.add(device)
+        self.touch(device)
         if not self._warned and self.group.dynamic and not self.group.attached:
             self.warn_if_unattached()
         if device.type == "cuda" and not self.traced and torch.cuda.is_current_stream_capturing():
             self.traced = True
+
+    def touch(self, device: torch.device) -> None:
+        """The flag on ``device`` may have been set since it was collected."""
+        self._touched.add(device)
+        self._collected = -1
 
     def warn_if_unattached(self) -> None:
         """Warn once that nothing adapts S, so that small float16 gradients are lost."""

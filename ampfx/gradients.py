@@ -1,0 +1,118 @@
+"""What a loss-scaling optimizer does with gradients: is one of them not finite, multiply them by 1/S.
+
+The check only reads, or writes what it read: a gradient may be shared, expanded, sparse, distributed or
+part of a graph. How it is done depends on the device, by measurement:
+
+* On accelerators, one multi-tensor maximum norm over all gradients; the result stays on the device.
+* On the CPU the maximum norm is ten times slower than a sum, so large gradients are summed. A sum is
+  finite only if all its terms are; if it is not, an exact look decides (the sum itself may overflow).
+* Many small gradients go through the one multi-tensor kernel that the CPU has, which multiplies by 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfx.grad_scaling import values_of
+from ampfx.loss_scale import ModuleScale
+
+_SMALL = 1 << 14  # elements; below, a call costs more than the work on the CPU
+
+
+def params_of(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """All parameters of an optimizer, in order."""
+    return [param for group in param_groups for param in group["params"]]
+
+
+def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """The parameters that have a gradient."""
+    return [param for group in param_groups for param in group["params"] if param.grad is not None]
+
+
+@torch.no_grad()
+def non_finite(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Float32 tensor of shape (1,) on ``device``: 1 if a gradient of ``params`` holds inf or NaN, else 0.
+
+    No host sync where gradients are on an accelerator.
+    """
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is not None:
+            values = values_of(param.grad)
+            if values.numel():
+                by_device[values.device].append(values)
+    result = torch.zeros(1, device=device)
+    for where, values_list in by_device.items():
+        found = _found_on_cpu(values_list) if where.type == "cpu" else _found(values_list)
+        result = torch.maximum(result, found.to(device, non_blocking=True))
+    return result
+
+
+def _found(values: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(values, float("inf"))
+    largest = torch.stack([norm.to(torch.float32) for norm in norms]).amax()
+    return torch.isfinite(largest).logical_not_().to(torch.float32).reshape(1)
+
+
+def _found_on_cpu(values: list[Tensor]) -> Tensor:
+    flag = torch.zeros(1)
+    small: list[Tensor] = []
+    for value in values:
+        # float64 would pass through float32 in the multi-tensor kernel.
+        if value.numel() < _SMALL and value.dtype is not torch.float64 and _is_dense(value):
+            small.append(value.data)
+        elif not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
+            return torch.ones(1)
+    if small:
+        torch._amp_foreach_non_finite_check_and_unscale_(small, flag, torch.ones(1))
+    return flag
+
+
+def _is_dense(values: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    if values.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
+        if size != 1:
+            if stride < expected:
+                return False
+            expected = stride * size
+    return True
+
+
+@torch.no_grad()
+def unscale_gradients_(params: Iterable[Tensor], loss_scale: ModuleScale) -> None:
+    """Multiply the gradients of ``params`` by 1/S in place and set the sticky flag if one is not finite."""
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse and not param.grad.is_coalesced():
+            param.grad = param.grad.coalesce()  # duplicates may add up to inf
+        values = values_of(param.grad)
+        if not _is_dense(values) and values is param.grad:
+            param.grad = values = param.grad.clone(memory_format=torch.contiguous_format)
+        if values.numel():
+            by_device[values.device].append(values.detach())
+    for device, values_list in by_device.items():
+        scale, flag = loss_scale.replica(device), loss_scale.flag_for(device)
+        loss_scale.touch(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(values_list, flag, scale.inv_scale)
+
+
+@torch.no_grad()
+def names_of_non_finite(param_groups: Iterable[dict[str, Any]]) -> list[str]:
+    """The names (or group and position) of the parameters whose gradients are not finite. Syncs."""
+    names: list[str] = []
+    for number, group in enumerate(param_groups):
+        given = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            if param.grad is not None and not bool(values_of(param.grad).isfinite().all()):
+                names.append(given[position] if given else f"param_groups[{number}]['params'][{position}]")
+    return names
