@@ -51,7 +51,7 @@ def block(
             saturate=saturate,
             composite=composite,
             fp16_hazard=FP16_HAZARDS.get(op),
-            params=PARAMS.get(op, ()),
+            params=PARAMS.get(op, ("input",) if follow == "input" else ()),
         )
         rows.append(row)
         if word.endswith("*"):
@@ -59,11 +59,9 @@ def block(
     return rows
 
 
-def only_in_place(ops: str, reason: str, source: str) -> list[Rule]:
-    """Rows for ops that exist in place only (``copy_``, ``normal_``)."""
-    return [
-        replace(row, op=row.op + "_", follow="input") for row in block(OpClass.CLEAR, ops, reason, source)
-    ]
+def in_place(cls: OpClass, ops: str, reason: str, source: str) -> list[Rule]:
+    """Rows for in-place ops that no row outside stands for (``copy_``), or that need another class."""
+    return [replace(row, op=row.op + "_") for row in block(cls, ops, reason, source, follow="input")]
 
 
 def flatten(*blocks: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -69,16 +69,23 @@ _COMPOSITES: Mapping[str, Mapping[str, str | None]] = {
         "lp_pool2d": "fp32",
         "lp_pool3d": "fp32",
         "gaussian_nll_loss": "fp32",
+        "multilabel_soft_margin_loss": "fp32",
+        "square": "fp32",
+        "trapezoid": "set_opt_dtype",
+        "trapz": "set_opt_dtype",
+        "cumulative_trapezoid": "set_opt_dtype",
+        "norm_except_dim": "append_dtype",
+        "affine_grid": "lower",
+        "cov": "lower",
+        "corrcoef": "lower",
+        "linalg_matrix_power": "lower",
         "linalg_norm": "set_opt_dtype",
-        "grid_sample": "promote",
         "lstm": "lower",
         "gru": "lower",
         "rnn_tanh": "lower",
         "rnn_relu": "lower",
     },
     "cpu": {
-        "cross_entropy": "fp32",
-        "grid_sample": "fp32",
         "local_response_norm": "fp32",
         "lp_pool3d": "fp32",
         "pad_reflect": "fp32",
@@ -86,6 +93,17 @@ _COMPOSITES: Mapping[str, Mapping[str, str | None]] = {
         "lstm": "lower",
         "rnn_tanh": "lower",
         "rnn_relu": "lower",
+        "rnn_tanh_cell": "lower",
+        "rnn_relu_cell": "lower",
+        "inner": "lower",
+        "affine_grid": "lower",
+        "cov": "lower",
+        "corrcoef": "lower",
+        "linalg_matrix_power": "lower",
+        "adaptive_max_pool3d_with_indices": "fp32",
+        "fractional_max_pool2d_with_indices": "fp32",
+        "fractional_max_pool3d_with_indices": "fp32",
+        "max_unpool1d": "fp32",
         "einsum": "lower",
         "chain_matmul": "lower",
         "linalg_multi_dot": "lower",
@@ -172,7 +190,7 @@ def autocast_class(op: str, device_type: str) -> str | None:
 
 @functools.cache
 def _policies(device: str) -> Mapping[str, str]:
-    return policy_by_name(device)
+    return {canonical_op(name): policy for name, policy in policy_by_name(device).items()}
 
 
 def expected_classes(autocast: str | None) -> tuple[OpClass, ...]:
@@ -199,17 +217,44 @@ class Difference:
     reason: str
 
 
-# Ops that are denied here although autocast leaves them alone (or lowers products inside), by device.
-# A test holds that these and the float16 hazards are all there is.
-_MORE_PRECISE: Mapping[str, Mapping[str, str]] = {}
+# Ops that are denied here although autocast leaves them alone, or lowers the products inside, on at
+# least one device. A test holds that these and the float16 hazards are all there is.
+_MORE_PRECISE: tuple[tuple[str, str], ...] = (
+    (
+        "sum cumsum cumprod nansum nanmean trapezoid trapz cumulative_trapezoid",
+        "sums and products over many elements, float32 in one list or the other",
+    ),
+    (
+        "ctc_loss gaussian_nll_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss "
+        "nll_loss_nd",
+        "losses, of which the lists name most",
+    ),
+    (rules_deny.SOLVERS + " nuclear_norm pdist", "no low-precision kernel: autocast fails there"),
+    (rules_deny.FOURIER, "no low-precision complex numbers"),
+    (
+        rules_deny.SPECIAL + " lgamma_ digamma_ polygamma_ mvlgamma_ igamma_ igammac_ i0_",
+        "kernels are missing or inexact",
+    ),
+    (
+        "histc histogram histogramdd quantile nanquantile fake_quantize_per_tensor_affine "
+        "fake_quantize_per_channel_affine",
+        "no low-precision kernel: autocast fails there",
+    ),
+    ("affine_grid", "sampling positions lose pixels in low precision"),
+    ("cov corrcoef linalg_matrix_power", "products inside would run low, and their errors add up"),
+    ("_weight_norm norm_except_dim", "a weight made from float32 parameters by a sum of squares"),
+    ("float_power", "computes in float64 whatever comes in"),
+)
 
 
 def _differences() -> Iterator[Difference]:
     for device in DEVICES:
         table = rules_for(device)
-        for reason, ops in _MORE_PRECISE.get(device, {}).items():
+        for ops, reason in _MORE_PRECISE:
             for op in ops.split():
-                yield Difference(op, device, None, autocast_class(op, device), table[op].cls, reason)
+                autocast = autocast_class(op, device)
+                if table[op].cls not in expected_classes(autocast):
+                    yield Difference(op, device, None, autocast, table[op].cls, reason)
         for rule in table.values():
             if rule.fp16_hazard and rule.cls is not OpClass.DENY:
                 autocast = autocast_class(rule.op, device)
@@ -221,3 +266,9 @@ def _argument(node: Node, position: int, name: str) -> Any:
 
 
 DIFFERENCES: tuple[Difference, ...] = tuple(_differences())
+
+
+if __name__ == "__main__":
+    from ampfx.rules_doc import rules_markdown
+
+    print(rules_markdown(), end="")

@@ -7,7 +7,7 @@ ops that decide an index or a bool are clear but do not have it.
 
 from __future__ import annotations
 
-from ampfx.rule_block import CLEAR_LIST, CPU_LIST, PROMOTION, block, flatten, only_in_place
+from ampfx.rule_block import CLEAR_LIST, CPU_LIST, PROMOTION, block, flatten, in_place
 from ampfx.rule_table import OpClass, Rule
 
 _MOVES = "moves values"
@@ -68,8 +68,8 @@ SHARED: tuple[Rule, ...] = flatten(
         "argmin argsort argwhere sort msort topk kthvalue median nanmedian mode cummax cummin nonzero "
         "count_nonzero unique unique_consecutive bincount searchsorted bucketize one_hot max_pool1d "
         "max_pool2d max_pool1d_with_indices max_pool2d_with_indices adaptive_max_pool1d "
-        "adaptive_max_pool2d adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices "
-        "max_unpool1d item tolist numpy contains",
+        "adaptive_max_pool2d adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices item tolist "
+        "numpy contains",
         _DECIDES,
         PROMOTION,
     ),
@@ -109,7 +109,8 @@ SHARED: tuple[Rule, ...] = flatten(
         "reads complex numbers, which are never cast",
         PROMOTION,
     ),
-    only_in_place(
+    in_place(
+        OpClass.CLEAR,
         "copy zero normal uniform exponential cauchy geometric log_normal random resize set requires_grad",
         "fills its first argument, which keeps its dtype",
         "torch.autocast has no entry for in-place and out= forms",
@@ -136,10 +137,12 @@ CUDA: tuple[Rule, ...] = flatten(
         OpClass.CLEAR,
         "max_pool3d max_pool3d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices "
         "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
-        "fractional_max_pool3d_with_indices max_unpool2d max_unpool3d",
+        "fractional_max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d",
         _DECIDES,
         PROMOTION,
     ),
 )
 
-CPU: tuple[Rule, ...] = ()
+CPU: tuple[Rule, ...] = flatten(
+    block(OpClass.CLEAR, "max_pool3d_with_indices", _DECIDES, PROMOTION),
+)

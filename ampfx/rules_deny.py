@@ -6,7 +6,7 @@ strongly, solves a system, or has no kernel in low precision.
 
 from __future__ import annotations
 
-from ampfx.rule_block import BOTH_LISTS, CPU_LIST, CUDA_LIST, KERNELS, block, flatten
+from ampfx.rule_block import BOTH_LISTS, CPU_LIST, CUDA_LIST, KERNELS, block, flatten, in_place
 from ampfx.rule_table import OpClass, Rule
 
 _LOSS = "a loss: few numbers, from which every gradient starts"
@@ -19,10 +19,39 @@ _FOURIER = "complex numbers are float32 pairs"
 _SPECIAL = "special function: low-precision kernels are missing or inexact"
 _NO_KERNEL = "has no low-precision kernel on every device"
 
+SOLVERS = (
+    "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals "
+    "linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor "
+    "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex "
+    "linalg_lu_solve linalg_matrix_exp linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet "
+    "linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv "
+    "linalg_tensorsolve linalg_vander cholesky cholesky_inverse cholesky_solve inverse pinverse lu "
+    "lu_solve lu_unpack geqrf orgqr ormqr qr svd svd_lowrank pca_lowrank lobpcg triangular_solve logdet "
+    "_lu_with_info _linalg_eigh _linalg_svd"
+)
+FOURIER = (
+    "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 "
+    "fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn fft_ihfftn stft istft complex "
+    "polar view_as_complex"
+)
+SPECIAL = (
+    "lgamma digamma polygamma mvlgamma igamma igammac i0 special_i0e special_i1 special_i1e "
+    "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 "
+    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_entr "
+    "special_erfcx special_ndtr special_ndtri special_log_ndtr special_xlog1py special_zeta"
+)
+
 SHARED: tuple[Rule, ...] = flatten(
     block(OpClass.DENY, "prod", "product of many elements", BOTH_LISTS),
     block(OpClass.DENY, "sum cumsum cumprod*", "sum or product over many elements", CUDA_LIST),
-    block(OpClass.DENY, "nansum nanmean", "sum of many elements", "as sum"),
+    block(
+        OpClass.DENY,
+        "nansum nanmean trapezoid trapz cumulative_trapezoid",
+        "sum of many elements",
+        "as sum",
+    ),
+    block(OpClass.DENY, "float_power", "computes in float64 by definition", KERNELS),
+    block(OpClass.DENY, "linalg_matrix_power", "powers of a matrix grow", "as pow"),
     block(
         OpClass.DENY,
         "cross_entropy nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div "
@@ -47,35 +76,23 @@ SHARED: tuple[Rule, ...] = flatten(
     block(OpClass.DENY, "pdist", _DISTANCE, CUDA_LIST),
     block(
         OpClass.DENY,
-        "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals "
-        "linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor "
-        "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex "
-        "linalg_lu_solve linalg_matrix_exp linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet "
-        "linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv "
-        "linalg_tensorsolve linalg_vander cholesky cholesky_inverse cholesky_solve inverse pinverse lu "
-        "lu_solve lu_unpack geqrf orgqr ormqr qr svd svd_lowrank pca_lowrank lobpcg triangular_solve "
-        "logdet _lu_with_info _linalg_eigh _linalg_svd",
+        SOLVERS,
         _SOLVER,
         CPU_LIST + "; " + KERNELS,
     ),
     block(
         OpClass.DENY,
-        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 "
-        "fft_rfftn fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_ihfft2 fft_hfftn fft_ihfftn stft istft "
-        "complex polar view_as_complex",
+        FOURIER,
         _FOURIER,
         CPU_LIST + "; " + KERNELS,
     ),
     block(
         OpClass.DENY,
-        "lgamma* digamma* polygamma* mvlgamma* igamma* igammac* i0* special_i0e special_i1 special_i1e "
-        "special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
-        "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
-        "special_modified_bessel_k1 special_entr special_erfcx special_ndtr special_ndtri special_log_ndtr "
-        "special_xlog1py special_zeta",
+        SPECIAL,
         _SPECIAL,
         KERNELS,
     ),
+    in_place(OpClass.DENY, "lgamma digamma polygamma mvlgamma igamma igammac i0", _SPECIAL, KERNELS),
     block(
         OpClass.DENY,
         "quantile nanquantile histc histogram histogramdd fake_quantize_per_tensor_affine "
@@ -100,8 +117,8 @@ SHARED: tuple[Rule, ...] = flatten(
 CUDA: tuple[Rule, ...] = flatten(
     block(
         OpClass.DENY,
-        "acos* asin* cosh* erfinv* exp* expm1* log* log10* log2* log1p* reciprocal* rsqrt* sinh* tan* pow* "
-        "softplus",
+        "acos* asin* cosh* erfinv* exp* expm1* log* log10* log2* log1p* reciprocal* rsqrt* sinh* square* "
+        "tan* pow* softplus",
         _GROWS,
         CUDA_LIST,
     ),
@@ -117,16 +134,24 @@ CUDA: tuple[Rule, ...] = flatten(
     block(
         OpClass.DENY, "softmax log_softmax softmin gumbel_softmax logsumexp", "sum of exponentials", CUDA_LIST
     ),
-    block(OpClass.DENY, "interpolate", _RESIZE, CUDA_LIST),
+    block(
+        OpClass.DENY,
+        "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
+        "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+        "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa "
+        "interpolate",
+        _RESIZE,
+        CUDA_LIST,
+    ),
 )
 
 CPU: tuple[Rule, ...] = flatten(
     block(
         OpClass.DENY,
-        "avg_pool3d max_pool3d max_pool3d_with_indices adaptive_avg_pool3d adaptive_max_pool3d "
-        "adaptive_max_pool3d_with_indices fractional_max_pool2d fractional_max_pool2d_with_indices "
-        "fractional_max_pool3d fractional_max_pool3d_with_indices max_unpool2d max_unpool3d grid_sample "
-        "grid_sampler_2d grid_sampler_3d trace",
+        "avg_pool3d max_pool3d adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices "
+        "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
+        "fractional_max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d grid_sample "
+        "grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback trace",
         "has no low-precision kernel on this device",
         CPU_LIST,
     ),
@@ -141,4 +166,6 @@ CPU: tuple[Rule, ...] = flatten(
         OpClass.DENY, "local_response_norm", "pools in three dimensions inside", "avg_pool3d in " + CPU_LIST
     ),
     block(OpClass.DENY, "lp_pool3d", "pools in three dimensions inside", "avg_pool3d in " + CPU_LIST),
+    block(OpClass.DENY, "nuclear_norm", _SOLVER, KERNELS),
+    block(OpClass.DENY, "multilabel_margin_loss_forward", _LOSS, CPU_LIST),
 )

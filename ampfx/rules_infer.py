@@ -20,11 +20,10 @@ _NOISE = "scales or drops elements"
 SHARED: tuple[Rule, ...] = flatten(
     block(
         OpClass.INFER,
-        "add* sub* mul* div* floor_divide* remainder* fmod* lerp* hypot* square* float_power* sqrt* exp2* "
-        "sin* cos* atan* acosh* asinh* atanh* erf* erfc* sinc* logit* xlogy* heaviside copysign* "
-        "nextafter* ldexp* frac* deg2rad* rad2deg* nan_to_num* logaddexp logaddexp2 trapezoid trapz "
-        "cumulative_trapezoid diff gradient kron outer inner angle clamp* clamp_min* clamp_max* maximum "
-        "minimum fmax fmin",
+        "add* sub* mul* div* floor_divide* remainder* fmod* lerp* hypot* sqrt* exp2* sin* cos* atan* "
+        "acosh* asinh* atanh* erf* erfc* sinc* logit* xlogy* heaviside copysign* nextafter* ldexp* frac* "
+        "deg2rad* rad2deg* nan_to_num* logaddexp logaddexp2 diff gradient kron outer angle clamp* "
+        "clamp_min* clamp_max* maximum minimum fmax fmin",
         _ARITHMETIC,
         PROMOTION,
     ),
@@ -103,8 +102,8 @@ CUDA: tuple[Rule, ...] = flatten(
 CPU: tuple[Rule, ...] = flatten(
     block(
         OpClass.INFER,
-        "acos* asin* cosh* erfinv* exp* expm1* log* log10* log2* log1p* reciprocal* rsqrt* sinh* tan* pow* "
-        "softplus",
+        "acos* asin* cosh* erfinv* exp* expm1* log* log10* log2* log1p* reciprocal* rsqrt* sinh* square* "
+        "tan* pow* softplus",
         "elementwise, computed in float32 inside the kernel",
         PROMOTION,
     ),
@@ -120,7 +119,7 @@ CPU: tuple[Rule, ...] = flatten(
     block(OpClass.INFER, "native_layer_norm", _REDUCTION, PROMOTION),
     block(
         OpClass.INFER,
-        "norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm dist renorm* "
+        "norm frobenius_norm linalg_norm linalg_vector_norm linalg_matrix_norm dist renorm* "
         "cosine_similarity normalize pairwise_distance lp_pool1d lp_pool2d",
         _REDUCTION,
         PROMOTION,
@@ -131,5 +130,14 @@ CPU: tuple[Rule, ...] = flatten(
         "its kernel adds exponentials up in float32",
         PROMOTION,
     ),
-    block(OpClass.INFER, "interpolate", "weighs few elements", PROMOTION, sums_backward=True),
+    block(
+        OpClass.INFER,
+        "upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
+        "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
+        "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa "
+        "interpolate",
+        "weighs few elements",
+        PROMOTION,
+        sums_backward=True,
+    ),
 )
