@@ -52,7 +52,7 @@ def test_optimizer_step_is_part_of_the_count() -> None:
         weight.sum().backward()
         optimizer.step()
 
-    # sum; ones_like for the loss's gradient; its expanded view is copied into a dense .grad; one in-place add.
+    # sum; ones_like for the loss's gradient; its expanded view is copied into .grad; one in-place add.
     assert count_step(step).kernels == 4
 
 

@@ -1,0 +1,1 @@
+"""Measurements: run all with ``make bench``, or one with ``python -m bench.steps``."""

@@ -1,0 +1,1 @@
+"""Programs that show ampfx at work; run them from the repository, as ``python -m examples.digits``."""
