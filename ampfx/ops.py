@@ -133,6 +133,7 @@ ALIASES: Mapping[str, str] = {
     "grid_sampler": "grid_sample",
     "affine_grid_generator": "affine_grid",
     "im2col": "unfold",
+    "_to_copy": "to",
     "col2im": "fold",
     "constant_pad_nd": "pad",
 }

@@ -51,7 +51,7 @@ PARAMS: Mapping[str, tuple[str, ...]] = {
     "masked_fill": ("input", "mask", "value"),
     "setitem": ("input", "index", "value"),
     "getitem": ("input", "index"),
-    "copy_": ("input", "src"),
+    "copy": ("input", "src"),
     "index_put": ("input", "indices", "values", "accumulate"),
     "index_copy": ("input", "dim", "index", "source"),
     "index_add": ("input", "dim", "index", "source"),
@@ -83,6 +83,11 @@ PARAMS_BY_TARGET: Mapping[Callable[..., Any], tuple[str, ...]] = {
     ),
     torch.instance_norm: ("input", "weight", "bias", "running_mean", "running_var", "use_input_stats"),
 }
+
+# With a packed sequence the recurrent functions take the batch sizes second; then the list of weights
+# stands at this position.
+PACKED_WEIGHTS_AT = 3
+PACKED_RECURRENT: tuple[str, ...] = ("input", "batch_sizes", *_RECURRENT[1:])
 
 # Other names of one and the same parameter.
 PARAM_SYNONYMS: Mapping[str, str] = {"self": "input", "x": "input"}

@@ -25,7 +25,7 @@ from ampfx import rules_allow, rules_clear, rules_deny, rules_infer
 from ampfx.autocast_lists import policy_by_name
 from ampfx.errors import PolicyError
 from ampfx.ops import canonical_op, indexes_with_tensor, is_in_place
-from ampfx.rule_facts import PARAM_SYNONYMS, PARAMS_BY_TARGET
+from ampfx.rule_facts import PACKED_RECURRENT, PACKED_WEIGHTS_AT, PARAM_SYNONYMS, PARAMS_BY_TARGET
 from ampfx.rule_table import OpClass, Rule, RuleTable
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "RuleTable",
     "autocast_class",
     "bind",
+    "parameters_of",
     "rule_of",
     "rules_for",
     "variant",
@@ -44,6 +45,8 @@ __all__ = [
 
 DEVICES: tuple[str, ...] = ("cuda", "cpu")
 _FILES = (rules_allow, rules_deny, rules_infer, rules_clear)
+
+_RECURRENT_OPS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 # Short names of autocast's policies.
 _POLICIES: Mapping[str, str] = {
@@ -155,6 +158,20 @@ def rule_of(table: RuleTable, node: Node) -> Rule | None:
     return table.find(variant(node))
 
 
+def parameters_of(rule: Rule, args: Sequence[Any], target: Any = None) -> tuple[str, ...]:
+    """The names of a call's positional arguments, as far as the row knows them.
+
+    Namesakes with another order (``torch.batch_norm``) are told by ``target``, recurrent layers over a
+    packed sequence by where their list of weights stands.
+    """
+    at = PACKED_WEIGHTS_AT
+    if rule.op in _RECURRENT_OPS and len(args) > at and isinstance(args[at], list | tuple):
+        return PACKED_RECURRENT
+    if not callable(target):
+        return rule.params
+    return PARAMS_BY_TARGET.get(target, rule.params)
+
+
 def bind(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> dict[str, Any]:
     """The arguments of a call by name, as far as the row knows the names.
 
@@ -164,10 +181,7 @@ def bind(rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
         kwargs: keyword arguments.
         target: the callable, for namesakes with another order (``torch.batch_norm``).
     """
-    names = rule.params
-    if callable(target):
-        names = PARAMS_BY_TARGET.get(target, names)
-    bound = dict(zip(names, args, strict=False))
+    bound = dict(zip(parameters_of(rule, args, target), args, strict=False))
     bound.update({PARAM_SYNONYMS.get(name, name): value for name, value in kwargs.items()})
     return bound
 

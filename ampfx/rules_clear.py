@@ -23,8 +23,8 @@ SHARED: tuple[Rule, ...] = flatten(
     block(
         OpClass.CLEAR,
         "view reshape flatten unflatten ravel transpose* t* T mT H mH adjoint permute movedim unsqueeze* "
-        "squeeze* view_as reshape_as contiguous clone detach* alias data narrow select getitem slice split "
-        "split_with_sizes tensor_split hsplit vsplit dsplit chunk unbind unsafe_chunk unsafe_split "
+        "squeeze* view_as reshape_as contiguous clone detach* alias data narrow select getitem slice "
+        "split split_with_sizes tensor_split hsplit vsplit dsplit chunk unbind unsafe_chunk unsafe_split "
         "diagonal diag diag_embed diagflat flip fliplr flipud roll rot90 tril* triu* pixel_shuffle "
         "pixel_unshuffle channel_shuffle native_channel_shuffle masked_select atleast_1d atleast_2d "
         "atleast_3d cpu cuda pin_memory identity dequantize resolve_conj resolve_neg squeeze_copy hstack "
@@ -44,9 +44,9 @@ SHARED: tuple[Rule, ...] = flatten(
     block(OpClass.CLEAR, "pad", "moves values between zeros", CLEAR_LIST, moves=True),
     block(
         OpClass.CLEAR,
-        "expand expand_as broadcast_to broadcast_tensors repeat tile repeat_interleave gather index_select "
-        "take take_along_dim unfold as_strided* getitem_index meshgrid cartesian_prod combinations "
-        "unsafe_index pad_circular",
+        "expand expand_as broadcast_to broadcast_tensors repeat tile repeat_interleave gather "
+        "index_select take take_along_dim unfold as_strided* getitem_index index meshgrid cartesian_prod "
+        "combinations unsafe_index pad_circular",
         _REPEATS,
         CLEAR_LIST,
         sums_backward=True,
@@ -62,14 +62,14 @@ SHARED: tuple[Rule, ...] = flatten(
     ),
     block(
         OpClass.CLEAR,
-        "eq* ne* lt* le* gt* ge* isclose allclose equal isnan isinf isfinite isposinf isneginf isreal isin "
-        "signbit logical_and* logical_or* logical_not* logical_xor* bitwise_and* bitwise_or* bitwise_not* "
-        "bitwise_xor* bitwise_left_shift* bitwise_right_shift* any all max min amax amin aminmax argmax "
-        "argmin argsort argwhere sort msort topk kthvalue median nanmedian mode cummax cummin nonzero "
-        "count_nonzero unique unique_consecutive bincount searchsorted bucketize one_hot max_pool1d "
-        "max_pool2d max_pool1d_with_indices max_pool2d_with_indices adaptive_max_pool1d "
-        "adaptive_max_pool2d adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices item tolist "
-        "numpy contains",
+        "eq* ne* lt* le* gt* ge* isclose allclose equal isnan isinf isfinite isposinf isneginf isreal "
+        "isin signbit logical_and* logical_or* logical_not* logical_xor* bitwise_and* bitwise_or* "
+        "bitwise_not* bitwise_xor* bitwise_left_shift* bitwise_right_shift* any all max min amax amin "
+        "aminmax argmax argmin argsort argwhere sort msort topk kthvalue median nanmedian mode cummax "
+        "cummin nonzero count_nonzero unique unique_consecutive bincount searchsorted bucketize one_hot "
+        "max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices item "
+        "tolist numpy contains",
         _DECIDES,
         PROMOTION,
     ),
@@ -77,8 +77,9 @@ SHARED: tuple[Rule, ...] = flatten(
     block(
         OpClass.CLEAR,
         "zeros ones empty full arange range linspace logspace rand randn randint randperm eye tensor "
-        "as_tensor asarray scalar_tensor from_numpy empty_strided empty_permuted tril_indices triu_indices "
-        "hann_window hamming_window blackman_window bartlett_window kaiser_window fft_fftfreq fft_rfftfreq",
+        "as_tensor asarray scalar_tensor from_numpy empty_strided empty_permuted tril_indices "
+        "triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window "
+        "fft_fftfreq fft_rfftfreq",
         _MAKES,
         "float32 unless dtype= says otherwise",
     ),

@@ -127,8 +127,8 @@ def test_dtypes() -> None:
     assert Override(op="relu", dtype="bf16").dtype_for(node, LOW) is torch.bfloat16
     with pytest.raises(
         PolicyError,
-        match=r"Override\(op='relu', dtype=float16\) asks for float16 in a conversion to bfloat16: only bfloat16 "
-        r'and float32 are possible. Write dtype="low"',
+        match=r"Override\(op='relu', dtype=float16\) asks for float16 in a conversion to bfloat16: "
+        r'only bfloat16 and float32 are possible. Write dtype="low"',
     ):
         Override(op="relu", dtype=torch.float16).dtype_for(node, LOW)
     with pytest.raises(PolicyError, match="asks for float64 in a conversion"):

@@ -342,6 +342,8 @@ def test_bind_names_the_arguments() -> None:
     functional_order = bind(table["batch_norm"], ("x", "mean", "var", "w", "b"), {}, F.batch_norm)
     assert functional_order["running_mean"] == "mean"
     assert bind(table["embedding"], ("w", "i"), {}, torch.embedding)["weight"] == "w"
+    plain, packed = ("x", "h", ["w"], True), ("x", "sizes", "h", ["w"], True)
+    assert bind(table["gru"], plain, {})["hx"] == bind(table["gru"], packed, {})["hx"] == "h"
     assert bind(table["masked_fill"], ("x",), {"mask": "m", "value": 0})["mask"] == "m"
 
 
