@@ -35,12 +35,19 @@ class Need(enum.Enum):
     LOW = "the low dtype"
 
 
+def words(text: str) -> frozenset[str]:
+    """Names written in one string."""
+    return frozenset(text.split())
+
+
 # Operations that promote tensors of different float dtypes themselves (checked against the kernels by
 # tests/test_argument_needs.py).
-NATIVE_OPS: frozenset[str] = frozenset(
-    "add sub mul div pow maximum minimum fmax fmin atan2 remainder fmod floor_divide hypot copysign where cat stack "
-    "addcmul addcdiv clamp clamp_min clamp_max logaddexp logaddexp2 xlogy hstack vstack dstack column_stack "
-    "eq ne lt le gt ge logical_and logical_or logical_xor".split()
+NATIVE_OPS: frozenset[str] = words(
+    """
+    add sub mul div pow maximum minimum fmax fmin atan2 remainder fmod floor_divide hypot copysign where cat
+    stack addcmul addcdiv clamp clamp_min clamp_max logaddexp logaddexp2 xlogy hstack vstack dstack
+    column_stack eq ne lt le gt ge logical_and logical_or logical_xor
+    """
 )
 # In-place operations that take any float dtype in their other arguments.
 NATIVE_WRITES: frozenset[str] = NATIVE_OPS | {"copy", "fill", "masked_fill", "zero"}
@@ -70,7 +77,9 @@ def is_opaque(facts: NodeFacts, rule: Rule | None) -> bool:
     return rule is None and ("." in facts.op or "::" in facts.op)
 
 
-def argument_needs(node: Node, facts: NodeFacts, rule: Rule | None, dtype: torch.dtype | None) -> Iterator[tuple[int | str, Need]]:
+def argument_needs(
+    node: Node, facts: NodeFacts, rule: Rule | None, dtype: torch.dtype | None
+) -> Iterator[tuple[int | str, Need]]:
     """The need of each top-level argument, by position or keyword.
 
     Args:
@@ -106,7 +115,9 @@ def argument_needs(node: Node, facts: NodeFacts, rule: Rule | None, dtype: torch
     composite = runs_composite(node, rule)
     for key in keys:
         name = key if isinstance(key, str) else (names[key] if key < len(names) else "")
-        if name in keep or key == "out" or (base in _LENT and key in (1, "other")) or (written and key == 0 and "out" not in node.kwargs):
+        lent = base in _LENT and key in (1, "other")
+        target = key == "out" or (written and key == 0 and "out" not in node.kwargs)
+        if name in keep or lent or target:
             yield key, Need.KEEP
         elif composite:
             yield key, Need.LOW
@@ -124,8 +135,8 @@ def parameter_names(node: Node, rule: Rule | None) -> tuple[str, ...]:
     """The names of a call's positional arguments, as far as they are known."""
     if rule is None:
         return ()
-    if node.op == "call_function" and rule.params:
-        return PARAMS_BY_TARGET.get(node.target, rule.params)  # type: ignore[call-overload, no-any-return]
+    if rule.params and callable(node.target):
+        return PARAMS_BY_TARGET.get(node.target, rule.params)
     return rule.params
 
 
@@ -193,7 +204,8 @@ def reads(node: Node, rule: Rule | None, dtype: torch.dtype | None) -> Iterator[
     ]
     if any(need is Need.NATIVE for _, need in found) and has_dimensions(node, found):
         found = [
-            (value, Need.KEEP if need is Need.NATIVE and facts_of(value).ndim == 0 else need) for value, need in found
+            (value, Need.KEEP if need is Need.NATIVE and facts_of(value).ndim == 0 else need)
+            for value, need in found
         ]
     yield from found
 
@@ -207,9 +219,13 @@ def reads_other_float(node: Node) -> bool:
     """Whether a node reads a floating tensor whose dtype is the author's (float64, an author's float16)."""
     for value in node.all_input_nodes:
         recorded = recorded_value(value)
-        if isinstance(recorded, TensorSpec) and recorded.shape != () and recorded.dtype.is_floating_point:
-            if recorded.dtype != torch.float32:
-                return True
+        if (
+            isinstance(recorded, TensorSpec)
+            and recorded.shape != ()
+            and recorded.dtype.is_floating_point
+            and recorded.dtype != torch.float32
+        ):
+            return True
     return False
 
 

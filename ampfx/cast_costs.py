@@ -6,7 +6,8 @@
    not across the border of a no_grad or checkpointed part.
 3. An operation that promotes natively, or that takes ``dtype=``, needs no forward cast of a low input;
    only its gradient is cast back, for itself.
-4. An op that only moves values may be lower than autocast has it if every reader takes it low: an implication.
+4. An op that only moves values may be lower than autocast has it if every reader takes it low: an
+   implication.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class CutBuilder:
                 self._imply(value, target)
             if self._decided(target) and self._decided(self.variables.value_variable(value)):
                 continue
-            key = (value, facts.region.grad, facts.region.opaque, self._versions.get(facts_of(value).group, 0))
+            version = self._versions.get(facts_of(value).group, 0)
+            key = (value, facts.region.grad, facts.region.opaque, version)
             spares = (need is Need.NATIVE and native) or (dtype_arg and need is Need.SAME)
             (self._native if spares else self._shared).setdefault(key, []).append(target)
 

@@ -50,7 +50,10 @@ class CutValue:
 
 @dataclass(frozen=True, slots=True)
 class CutLink:
-    """A cost between two variables that nothing shares: ``low_to_high`` if ``source`` is low and ``target`` high."""
+    """A cost between two variables that nothing shares.
+
+    ``low_to_high`` is paid if ``source`` is low and ``target`` is high.
+    """
 
     source: Hashable
     target: Hashable
@@ -116,6 +119,7 @@ def assignment_cost(problem: CutProblem, low: Mapping[Hashable, bool]) -> int | 
 
 # A directed edge of a component: -1 is the source (low), -2 the sink (high); capacity None is unlimited.
 _Edge = tuple[int, int, int | None]
+_Term = CutValue | CutLink | tuple[Hashable, Hashable]
 _SOURCE, _SINK = -1, -2
 
 
@@ -136,16 +140,19 @@ def min_cut_assignment(problem: CutProblem) -> dict[Hashable, bool]:
     return answer
 
 
-def _components(problem: CutProblem, free: Mapping[Hashable, None]) -> Iterable[tuple[list[Hashable], tuple[_Edge, ...]]]:
+def _components(
+    problem: CutProblem, free: Mapping[Hashable, None]
+) -> Iterable[tuple[list[Hashable], tuple[_Edge, ...]]]:
     """Step 2: the connected parts of the free variables, each with its edges in local numbers."""
     pins = problem.pins
     for before, after in problem.implications:
         if pins.get(before) is True and pins.get(after) is False:
             raise ValueError(f"{before} is pinned low and needs {after} low, which is pinned to float32.")
     # Terms: the things that connect variables. Each term touches the free variables that it mentions.
-    terms: list[CutValue | CutLink | tuple[Hashable, Hashable]] = []
+    terms: list[_Term] = []
     touching: dict[Hashable, list[int]] = {name: [] for name in free}
-    for term in itertools.chain(problem.values, problem.links, problem.implications):
+    every: Iterable[_Term] = itertools.chain[_Term](problem.values, problem.links, problem.implications)
+    for term in every:
         mentioned = {name: None for name in _mentions(term) if name in free}
         if not mentioned:
             continue
@@ -172,7 +179,7 @@ def _components(problem: CutProblem, free: Mapping[Hashable, None]) -> Iterable[
         yield members, _edges(problem, [terms[term_id] for term_id in term_ids], local)
 
 
-def _mentions(term: CutValue | CutLink | tuple[Hashable, Hashable]) -> Sequence[Hashable]:
+def _mentions(term: _Term) -> Sequence[Hashable]:
     if isinstance(term, CutValue):
         return (term.owner, *term.readers)
     if isinstance(term, CutLink):
@@ -182,7 +189,7 @@ def _mentions(term: CutValue | CutLink | tuple[Hashable, Hashable]) -> Sequence[
 
 def _edges(
     problem: CutProblem,
-    terms: Sequence[CutValue | CutLink | tuple[Hashable, Hashable]],
+    terms: Sequence[_Term],
     local: Mapping[Hashable, int],
 ) -> tuple[_Edge, ...]:
     """The edges of one component; auxiliary nodes are numbered after the variables."""
@@ -244,7 +251,7 @@ def _solve(count: int, edges: tuple[_Edge, ...]) -> tuple[bool, ...]:
 def _try_out(count: int, edges: tuple[_Edge, ...]) -> tuple[bool, ...]:
     """The best of all assignments of up to three variables, fewest low first."""
     auxiliary = sorted({end for a, b, _ in edges for end in (a, b) if end >= count})
-    into: dict[int, list[int]] = {node: [a for a, b, c in edges if b == node and c is not None] for node in auxiliary}
+    behind = {b for _, b, capacity in edges if capacity is not None}  # auxiliary nodes of the first sort
     best: tuple[bool, ...] | None = None
     best_cost = 0
     for sides in sorted(itertools.product((False, True), repeat=count), key=sum):
@@ -252,7 +259,7 @@ def _try_out(count: int, edges: tuple[_Edge, ...]) -> tuple[bool, ...]:
         for node in auxiliary:
             # node behind the value (v → a → readers): low unless a reader is high;
             # node before the value (readers → b → v): low if a reader is low.
-            if into[node]:
+            if node in behind:
                 side[node] = all(side[b] for a, b, _ in edges if a == node)
             else:
                 side[node] = any(side[a] for a, b, _ in edges if b == node)

@@ -67,7 +67,7 @@ def _made(noted: Any) -> Any:
         made = torch.empty(noted.shape, dtype=noted.dtype, device=noted.device)
         return made.requires_grad_() if noted.requires_grad and torch.is_grad_enabled() else made
     if isinstance(noted, tuple | list):
-        return type(noted)(_made(item) for item in noted) if not hasattr(noted, "_fields") else tuple(map(_made, noted))
+        return [_made(item) for item in noted] if isinstance(noted, list) else tuple(map(_made, noted))
     return noted
 
 

@@ -20,33 +20,38 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ampfx.analysis import facts_of
-from ampfx.argument_needs import argument_nodes
+from ampfx.argument_needs import argument_nodes, words
 from ampfx.dtypes import long_name
 from ampfx.graph_utils import get_attribute
 from ampfx.rule_table import OpClass, Rule
 
 # Ops whose numbers are no values: sizes, axes, probabilities, or an eps that their kernels use in float32.
-_NO_VALUES: frozenset[str] = frozenset(
-    "layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm getitem view reshape transpose permute "
-    "unsqueeze squeeze flatten unflatten expand repeat chunk split narrow select slice cat stack sum mean softmax "
-    "log_softmax embedding dropout feature_dropout alpha_dropout conv1d conv2d conv3d linear unfold fold roll tile "
-    "max_pool1d max_pool2d avg_pool1d avg_pool2d interpolate pad gather scatter index_select topk sort argmax "
-    "size arange index_put index_add one_hot diagonal scaled_dot_product_attention lstm gru rnn_tanh rnn_relu "
-    "gelu silu relu tanh sigmoid contiguous clone detach".split()
+_NO_VALUES: frozenset[str] = words(
+    """
+    layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm getitem view reshape
+    transpose permute unsqueeze squeeze flatten unflatten expand repeat chunk split narrow select slice
+    cat stack sum mean softmax log_softmax embedding dropout feature_dropout alpha_dropout conv1d conv2d
+    conv3d linear unfold fold roll tile max_pool1d max_pool2d avg_pool1d avg_pool2d interpolate pad
+    gather scatter index_select topk sort argmax size arange index_put index_add one_hot diagonal
+    scaled_dot_product_attention lstm gru rnn_tanh rnn_relu gelu silu relu tanh sigmoid contiguous clone
+    detach
+    """
 )
 # Whole numbers are values here; elsewhere they are sizes, axes or counts.
-_WHOLE_VALUES: frozenset[str] = frozenset(
-    "add sub mul div masked_fill clamp clamp_min clamp_max where maximum minimum fill full full_like pow lerp".split()
+_WHOLE_VALUES: frozenset[str] = words(
+    """
+    add sub mul div masked_fill clamp clamp_min clamp_max where maximum minimum fill full full_like pow lerp
+    """
 )
 # Here a number near zero keeps a result away from zero.
-_EPS_OPS: frozenset[str] = frozenset("add sub clamp clamp_min maximum threshold normalize cosine_similarity".split())
+_EPS_OPS: frozenset[str] = words("add sub clamp clamp_min maximum threshold normalize cosine_similarity")
 
 _SIGMOIDS: frozenset[str] = frozenset({"sigmoid", "softmax", "hardsigmoid", "softmin"})
-_LOGARITHMS: frozenset[str] = frozenset(
-    "log log2 log10 log1p binary_cross_entropy nll_loss logit kl_div xlogy poisson_nll_loss gaussian_nll_loss".split()
+_LOGARITHMS: frozenset[str] = words(
+    "log log2 log10 log1p binary_cross_entropy nll_loss logit kl_div xlogy poisson_nll_loss gaussian_nll_loss"
 )
 # Between a sigmoid and its logarithm stand moves and these: clamp(p, eps, 1 - eps), 1 - p, p + eps.
-_BETWEEN: frozenset[str] = frozenset("add sub clamp clamp_min clamp_max mul div neg where masked_fill".split())
+_BETWEEN: frozenset[str] = words("add sub clamp clamp_min clamp_max mul div neg where masked_fill")
 
 
 def constant_hazard(node: Node, low: torch.dtype) -> str | None:
@@ -73,7 +78,9 @@ def _number_hazard(value: Any, low: torch.dtype, eps_like: bool) -> str | None:
     if size < info.smallest_normal * info.eps:
         return f"the constant {value:g} rounds to 0 in {long_name(low)}"
     if eps_like and size < info.smallest_normal:
-        return f"the constant {value:g} is below the smallest normal {long_name(low)}, {info.smallest_normal:g}"
+        return (
+            f"the constant {value:g} is below the smallest normal {long_name(low)}, {info.smallest_normal:g}"
+        )
     return None
 
 
@@ -128,7 +135,9 @@ def logarithm_hazards(gm: GraphModule, rule_of: Any) -> dict[Node, str]:
             value = waiting.pop()
             base = facts_of(value).base
             if base in _SIGMOIDS:
-                found[value] = f"its result reaches {node.name}: a probability near 1 would round to 1 before the logarithm"
+                found[value] = (
+                    f"its result reaches {node.name}: near 1 it would round to 1 before the logarithm"
+                )
                 continue
             if not _passes_on(value, base, rule_of(value)):
                 continue
@@ -142,4 +151,8 @@ def logarithm_hazards(gm: GraphModule, rule_of: Any) -> dict[Node, str]:
 def _passes_on(node: Node, base: str, rule: Rule | None) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    return base in _BETWEEN or (rule is not None and (rule.moves or rule.cls is OpClass.CLEAR)) or base in ("float", "to")
+    return (
+        base in _BETWEEN
+        or (rule is not None and (rule.moves or rule.cls is OpClass.CLEAR))
+        or base in ("float", "to")
+    )

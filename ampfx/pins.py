@@ -28,6 +28,7 @@ from ampfx.argument_needs import (
     is_moves,
     is_opaque,
     reads_other_float,
+    words,
 )
 from ampfx.context import ConversionContext
 from ampfx.decisions import Kind
@@ -41,9 +42,10 @@ from ampfx.variables import Variables
 # Pins to float32 that the rules alone do not explain: also the relaxed policy passes them on.
 _DANGERS: frozenset[Kind] = frozenset({"hazard", "override", "region", "author", "opaque"})
 # Made from a number alone: the low form is the cast of the float32 form, bit by bit.
-CONSTANT_FACTORIES: frozenset[str] = frozenset(
-    "zeros ones eye full zeros_like ones_like full_like new_zeros new_ones new_full".split()
+CONSTANT_FACTORIES: frozenset[str] = words(
+    "zeros ones eye full zeros_like ones_like full_like new_zeros new_ones new_full"
 )
+_LISTED_ELSEWHERE: frozenset[str] = FACTORIES | LIKE_OPS | AUTHOR_CASTS
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Pinner:
 
     def __init__(self, gm: GraphModule, ctx: ConversionContext, variables: Variables) -> None:
         self.gm, self.ctx, self.variables = gm, ctx, variables
-        self.low = ctx.low_dtype
+        self.low, self.low_name = ctx.low_dtype, long_name(ctx.low_dtype)
         self.buffers = large_buffers(gm, self.low)
         self.logarithms = logarithm_hazards(gm, ctx.rule_of)
         self.relaxed = ctx.policy.name == "relaxed"
@@ -175,13 +177,15 @@ class Pinner:
             return Pin(False, "author", "reads a tensor to which the author gave another float dtype")
         if rule is not None and rule.cls is OpClass.ALLOW:
             if not any(facts_of(value).trained for value in node.all_input_nodes):
-                return Pin(False, "hazard", "only positions and constants flow in: they lose their precision in low", rule.source)
+                reason = f"only positions and constants flow in, and {self.low_name} would round them"
+                return Pin(False, "hazard", reason, rule.source)
             return Pin(True, "rule", rule.reason, rule.source)
         return None
 
     def _hazard(self, node: Node, facts: NodeFacts, rule: Rule | None) -> str | None:
         if facts.managed:
-            sentence = constant_hazard(node, self.low) or square_hazard(node, self.low) or self.logarithms.get(node)
+            sentence = constant_hazard(node, self.low) or square_hazard(node, self.low)
+            sentence = sentence or self.logarithms.get(node)
             if sentence is not None:
                 return sentence
         if self.low == torch.float16:
@@ -189,19 +193,23 @@ class Pinner:
             if row is not None and row.fp16_hazard:
                 return row.fp16_hazard
         if self.buffers and (rule is None or not rule.saturate):
-            return next((self.buffers[value] for value in node.all_input_nodes if value in self.buffers), None)
+            return next((self.buffers[v] for v in node.all_input_nodes if v in self.buffers), None)
         return None
 
     # ------------------------------------------------------------------ step 6
 
     def _as_autocast(self, inferred: list[Node]) -> None:
         for node in inferred:
+            danger = self._from_inputs(node, facts_of(node), self.ctx.rule_of(node))
+            if danger is not None and danger.kind in _DANGERS:
+                self._pin(node, danger)
+                continue
             low = self.pins.autocast[node] == self.low
             self._pin(node, Pin(low, "neighbour", "as torch.autocast computes it"))
 
     def _infer(self, node: Node) -> None:
         facts, rule = facts_of(node), self.ctx.rule_of(node)
-        if rule is None and not is_tuple_read(node) and facts.base not in (*FACTORIES, *LIKE_OPS, *AUTHOR_CASTS):
+        if rule is None and not is_tuple_read(node) and facts.base not in _LISTED_ELSEWHERE:
             self.ctx.unlisted.setdefault(facts.op, []).append(node.name)
         pin = self._from_inputs(node, facts, rule)
         if pin is None:
@@ -211,7 +219,8 @@ class Pinner:
             return  # shares its producer's variable
         if not facts.group and (is_moves(node, rule) or facts.base in CONSTANT_FACTORIES):
             return
-        if self.relaxed and pin.kind not in _DANGERS and rule is not None and rule.cls in (OpClass.INFER, OpClass.CLEAR):
+        inferred = rule is not None and rule.cls in (OpClass.INFER, OpClass.CLEAR)
+        if self.relaxed and inferred and pin.kind not in _DANGERS:
             del self.pins.nominal[node]
             return
         self._pin(node, pin)
@@ -243,9 +252,10 @@ class Pinner:
         return self.pins.nominal.get(value) or self.pins.variables.get(self.variables.value_variable(value))
 
     def _float32_input(self, node: Node) -> Node | None:
-        wide = [value for value in node.all_input_nodes if facts_of(value).managed and not self._may_be_low(value)]
+        wide = [v for v in node.all_input_nodes if facts_of(v).managed and not self._may_be_low(v)]
         # A computed value explains more than a parameter.
-        return next((value for value in wide if value.op not in ("get_attr", "placeholder")), wide[0] if wide else None)
+        computed = (value for value in wide if value.op not in ("get_attr", "placeholder"))
+        return next(computed, wide[0] if wide else None)
 
     def _pin(self, node: Node, pin: Pin) -> None:
         self.pins.nodes[node] = pin
@@ -259,5 +269,5 @@ class Pinner:
             group = self.variables.value_variable(node)
             known = self.pins.variables.get(group)
             if known is None or known.low:
-                self.pins.variables[group] = Pin(False, pin.kind, f"{node.name} makes it in float32", pin.source, node)
-
+                reason = f"{node.name} makes it in float32"
+                self.pins.variables[group] = Pin(False, pin.kind, reason, pin.source, node)

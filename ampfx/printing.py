@@ -76,8 +76,8 @@ def _call(node: Node) -> str:
         return "input"
     if node.op == "get_attr":
         return f"self.{node.target}"
-    op = str(node.meta.get("op") or (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")))
-    op = op.removeprefix("ampfx.runtime.")
+    named = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")
+    op = str(node.meta.get("op") or named).removeprefix("ampfx.runtime.")
     return f"{op}({', '.join(_arguments(node))})"
 
 

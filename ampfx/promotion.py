@@ -27,7 +27,7 @@ _FLOAT32_CLASSES = ("fp32", "set_opt_dtype", "append_dtype", "banned")
 
 
 def promoted(node: Node, dtype_of: Callable[[Node], torch.dtype | None]) -> torch.dtype:
-    """torch's promotion of a node's float tensors, where ``dtype_of`` says what managed values are.
+    """The dtype that torch promotes a node's float tensors to; ``dtype_of`` says what each value is.
 
     float32 if the node reads no float tensor: that is torch's default dtype.
     """
@@ -68,7 +68,8 @@ def followed_argument(node: Node, rule: Rule | None) -> Node | None:
         key = 0
     elif rule is not None and rule.follow:
         names = parameter_names(node, rule)
-        key = rule.follow if rule.follow in node.kwargs else (names.index(rule.follow) if rule.follow in names else 0)
+        position = names.index(rule.follow) if rule.follow in names else 0
+        key = rule.follow if rule.follow in node.kwargs else position
     if key is None:
         return None
     if facts.in_place and "out" in node.kwargs:

@@ -30,12 +30,16 @@ class _Writer:
         self.storage = 0
         self.parameter = nn.Parameter(torch.empty(1))
 
-    def note(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, base: Node | None = None) -> Node:
+    def note(
+        self, node: Node, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, base: Node | None = None
+    ) -> Node:
         if base is None:
             self.storage += 1
         storage = self.storage if base is None else base.meta["val"].storage
         spec = TensorSpec(dtype, shape, True, torch.device("cpu"), storage)
-        node.meta.update(op=canonical_op(node), val=spec, region=Region(), module_path="layer", source="model.py:1")
+        node.meta.update(
+            op=canonical_op(node), val=spec, region=Region(), module_path="layer", source="model.py:1"
+        )
         return node
 
     def weight(self, *shape: int) -> Node:
@@ -43,7 +47,9 @@ class _Writer:
         self.root.register_parameter(name, self.parameter)
         return self.note(self.graph.get_attr(name), shape)
 
-    def call(self, target: object, *args: object, shape: tuple[int, ...] = (_B, _T, _D), base: Node | None = None) -> Node:
+    def call(
+        self, target: object, *args: object, shape: tuple[int, ...] = (_B, _T, _D), base: Node | None = None
+    ) -> Node:
         return self.note(self.graph.call_function(target, args), shape, base=base)  # type: ignore[arg-type]
 
     def method(self, name: str, *args: object, shape: tuple[int, ...], base: Node | None = None) -> Node:

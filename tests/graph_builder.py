@@ -32,7 +32,8 @@ class Builder(TorchFunctionMode):
         self.nodes: dict[int, Node] = {}
         self.alive: list[Any] = []
         self.storages: dict[int, int] = {}
-        self.grad, self.autocast, self.opaque = True, None, 0
+        self.grad, self.opaque = True, 0
+        self.autocast: bool | None = None
         self.held = {id(t): n for n, t in (*root.named_parameters(), *root.named_buffers())}
 
     def describe(self, node: Node, value: Any) -> None:
@@ -105,7 +106,9 @@ class Builder(TorchFunctionMode):
             return value
 
     @contextlib.contextmanager
-    def region(self, *, grad: bool | None = None, autocast: bool | None = None, opaque: int = 0) -> Iterator[None]:
+    def region(
+        self, *, grad: bool | None = None, autocast: bool | None = None, opaque: int = 0
+    ) -> Iterator[None]:
         """Mark what is recorded meanwhile as a region of the author's."""
         saved = self.grad, self.autocast, self.opaque
         if grad is not None:
@@ -161,7 +164,9 @@ def decisions(gm: GraphModule) -> dict[str, torch.dtype | None]:
     return {
         node.name: node.meta["decision"].dtype
         for node in gm.graph.nodes
-        if node.op in ("call_function", "call_method") and not node.meta.get("cast") and "decision" in node.meta
+        if node.op in ("call_function", "call_method")
+        and not node.meta.get("cast")
+        and "decision" in node.meta
     }
 
 

@@ -46,7 +46,7 @@ def problems(draw: st.DrawFn, max_free: int = 12) -> CutProblem:
         values=values,
         links=links,
         implications=list(implications),
-        costs=dict(costs),
+        costs={name: pair for name, pair in costs.items()},  # noqa: C416
         variables=dict.fromkeys(names),
     )
 

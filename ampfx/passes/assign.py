@@ -31,8 +31,8 @@ class AssignPrecision(Pass):
     """Write a decision on every node.
 
     Reads: ``meta["facts"]`` (made if missing), the policy and rules of the context.
-    Writes: ``meta["decision"]``; ``meta["entry_dtype"]`` where a storage that is written into has another dtype
-        than the operation that makes it; ``ctx.unlisted``.
+    Writes: ``meta["decision"]``; ``meta["entry_dtype"]`` where a storage that is written into has another
+        dtype than the operation that makes it; ``ctx.unlisted``.
     Ensures: no node is less precise than under ``torch.autocast``, but for operations that only move values
         and whose readers are all low; of the assignments that allow this, none casts fewer bytes.
     """
@@ -55,7 +55,12 @@ class _Writer:
     """Step 3: turns sides into decisions with reasons."""
 
     def __init__(
-        self, gm: GraphModule, ctx: ConversionContext, variables: Variables, pins: Pins, low: dict[Hashable, bool]
+        self,
+        gm: GraphModule,
+        ctx: ConversionContext,
+        variables: Variables,
+        pins: Pins,
+        low: dict[Hashable, bool],
     ) -> None:
         self.gm, self.ctx, self.variables, self.pins, self.low = gm, ctx, variables, pins, low
         self.low_name = long_name(ctx.low_dtype)
@@ -81,7 +86,13 @@ class _Writer:
             return Decision(None, "-", "no float32 tensor is made here", kind="untouched")
         rule = self.ctx.rule_of(node)
         return Decision(
-            torch.float32, _class_name(node, rule, pin.kind), pin.reason, pin.source, node.name, (node.name,), pin.kind
+            torch.float32,
+            _class_name(node, rule, pin.kind),
+            pin.reason,
+            pin.source,
+            node.name,
+            (node.name,),
+            pin.kind,
         )
 
     def _managed(self, node: Node) -> Decision:
@@ -116,7 +127,13 @@ class _Writer:
             return Pin(low, "neighbour", f"one result of {producer.name}", parent=producer)
         won = self.pins.variables.get(self.variables.op_variable(node))
         if won is not None and won.low == low:
-            return Pin(low, won.kind, f"shares memory that is written into, and there {won.reason}", won.source, won.parent)
+            return Pin(
+                low,
+                won.kind,
+                f"shares memory that is written into, and there {won.reason}",
+                won.source,
+                won.parent,
+            )
         nominal = self.pins.nominal.get(node)
         return nominal if nominal is not None and not low else None
 
@@ -146,9 +163,15 @@ class _Writer:
         for user in node.users:
             if user.op == "output":
                 if not low:
-                    return None, "its result leaves in float32, and a cast before it would move no fewer bytes"
+                    return (
+                        None,
+                        "its result leaves in float32, and a cast before it would move no fewer bytes",
+                    )
             elif facts_of(user).managed and self.low.get(self.variables.op_variable(user), False) == low:
-                return user, f"{name} as its reader {user.name} is: {other} would move no fewer bytes in casts"
+                return (
+                    user,
+                    f"{name} as its reader {user.name} is: {other} would move no fewer bytes in casts",
+                )
         return None, f"{name}: {other} would move no fewer bytes in casts"
 
 
@@ -162,4 +185,3 @@ def _class_name(node: Node, rule: Rule | None, kind: Kind) -> str:
     if rule is not None:
         return str(rule.cls)
     return "clear" if is_tuple_read(node) else "infer"
-

@@ -56,7 +56,8 @@ class FoldCasts(Pass):
 def _shorter(cast: Node) -> Node | None:
     """Steps 1 to 3: what the cast may read instead, or be replaced by."""
     value, dtype = cast.args[0], cast.args[1]
-    assert isinstance(value, Node) and isinstance(dtype, torch.dtype)
+    assert isinstance(value, Node)
+    assert isinstance(dtype, torch.dtype)
     if current_float(value) == dtype:
         return value
     while _is_cast(value) and not facts_of(value).group:
@@ -79,13 +80,16 @@ def _is_cast(node: Node) -> bool:
     """A cast of ours or of the author's that only converts."""
     if node.meta.get("cast"):
         return node.target is not cast_saturated
-    return node.op == "call_method" and node.target in ("float", "half", "bfloat16", "to") and gives_dtype(node)
+    return (
+        node.op == "call_method" and node.target in ("float", "half", "bfloat16", "to") and gives_dtype(node)
+    )
 
 
 def _earlier(cast: Node, known: dict[tuple[Node, torch.dtype, bool, int, bool], Node]) -> Node | None:
     """Step 4: an earlier cast of the same value to the same dtype."""
     value, dtype = cast.args[0], cast.args[1]
-    assert isinstance(value, Node) and isinstance(dtype, torch.dtype)
+    assert isinstance(value, Node)
+    assert isinstance(dtype, torch.dtype)
     if facts_of(value).group:
         return None
     region = facts_of(cast).region

@@ -77,18 +77,25 @@ class VerifyDtypes(Pass):
         if found != decision.dtype:
             raise VerifyError(f"{_where(node)}: decided {long_name(decision.dtype)}, noted as {found}.")
         told = node.kwargs.get("dtype")
-        if node.meta.get("given_dtype") or told is not None or decision.kind == "author" or is_opaque(facts, rule):
+        if (
+            node.meta.get("given_dtype")
+            or told is not None
+            or decision.kind == "author"
+            or is_opaque(facts, rule)
+        ):
             return
         if is_tuple_read(node) or runs_composite(node, rule):
             return
-        natural = facts.base in NATIVE_OPS or facts.base in LIKE_OPS or facts.base in FACTORIES or facts.in_place
+        natural = (
+            facts.base in NATIVE_OPS or facts.base in LIKE_OPS or facts.base in FACTORIES or facts.in_place
+        )
         if not natural and (rule is None or rule.cls in (OpClass.ALLOW, OpClass.DENY) or rule.keep):
             return  # all arguments have the dtype, that is what the edges proved
         promoted = inferred_dtype(node, facts, rule, current_float)
         if promoted != decision.dtype:
             raise VerifyError(
-                f"{_where(node)}: torch computes it in {long_name(promoted)}, decided was {long_name(decision.dtype)}. "
-                f"Reason of the decision: {decision.reason}"
+                f"{_where(node)}: torch computes it in {long_name(promoted)}, decided was "
+                f"{long_name(decision.dtype)}. Reason of the decision: {decision.reason}"
             )
 
     @staticmethod
@@ -109,9 +116,10 @@ class VerifyDtypes(Pass):
         for node, dtypes in fake_dtypes(gm):
             noted = all_current_dtypes(node)
             if dtypes != noted:
+                inputs = (f"{v.name}: {_names(all_current_dtypes(v))}" for v in node.all_input_nodes)
                 raise VerifyError(
                     f"{_where(node)}: torch gives {_names(dtypes)}, noted as {_names(noted)}. "
-                    f"It reads {', '.join(f'{v.name}: {_names(all_current_dtypes(v))}' for v in node.all_input_nodes)}."
+                    f"It reads {', '.join(inputs)}."
                 )
 
 
