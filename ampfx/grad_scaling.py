@@ -36,9 +36,7 @@ def unscale(loss_scale: ModuleScale, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _enter(loss_scale, None, False, tensors)
 
 
-def unscale_cast(
-    loss_scale: ModuleScale, dtype: torch.dtype, *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def unscale_cast(loss_scale: ModuleScale, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Parameters or inputs on their way into the graph, cast to ``dtype`` at once."""
     return _enter(loss_scale, dtype, False, tensors)
 
@@ -67,19 +65,26 @@ def _enter(
             loss_scale.prepare_traced(tensor.device)
     if torch._C._are_functorch_transforms_active():
         # Wrapped tensors do not always say whether they need a gradient.
-        return _apply(_Unscale, loss_scale, dtype, alias, *tensors)
+        return _unscaled_inside(loss_scale, dtype, alias, tensors)
     if torch.is_grad_enabled():
         wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
     else:
         wanted = []
     if len(wanted) == len(tensors):
-        return _apply(_Unscale, loss_scale, dtype, alias, *tensors)
+        return _unscaled_inside(loss_scale, dtype, alias, tensors)
     results = [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
     if wanted:
-        inside = _apply(_Unscale, loss_scale, dtype, alias, *[tensors[index] for index in wanted])
+        inside = _unscaled_inside(loss_scale, dtype, alias, tuple(tensors[index] for index in wanted))
         for index, tensor in zip(wanted, inside, strict=True):
             results[index] = tensor
     return tuple(results)
+
+
+def _unscaled_inside(
+    loss_scale: ModuleScale, dtype: torch.dtype | None, alias: bool, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _apply(_Unscale, loss_scale, dtype, alias, *tensors)
+    return results
 
 
 def _leave(loss_scale: ModuleScale, dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ def _leave(loss_scale: ModuleScale, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 def times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -136,7 +141,7 @@ def values_of(grad: Tensor) -> Tensor:
     if local.is_sparse:
         local = local._values()
     elif local.is_sparse_csr:
-        local = local.values()  # type: ignore[no-untyped-call]
+        local = local.values()
     return torch.view_as_real(local) if local.is_complex() else local
 
 

@@ -34,6 +34,7 @@ see its backward passes; from then on every step counts as preceded by one.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 import weakref
@@ -74,7 +75,8 @@ class ScaleRule:
                 raise LossScaleError(f"loss scale: {what}")
 
         require(self.growth_factor >= 1.0, f"growth_factor must be at least 1, got {self.growth_factor}")
-        require(0.0 < self.backoff_factor <= 1.0, f"backoff_factor must be in (0, 1], got {self.backoff_factor}")
+        backoff = self.backoff_factor
+        require(0.0 < backoff <= 1.0, f"backoff_factor must be in (0, 1], got {backoff}")
         require(self.growth_interval >= 1, f"growth_interval must be at least 1, got {self.growth_interval}")
         require(self.hysteresis >= 1, f"hysteresis must be at least 1, got {self.hysteresis}")
         # Below 2**-126 the inverse is no normal float32 number any more, above 2**126 S itself.
@@ -226,7 +228,8 @@ class LossScale:
         if not self.dynamic:
             return
         main = self.replica(self.device)
-        assert self._good_steps is not None and self._bad_steps is not None
+        assert self._good_steps is not None
+        assert self._bad_steps is not None
         bad_now, good_now = overflow != 0, clean != 0
         good = torch.where(bad_now, 0, self._good_steps + good_now)
         grow = good >= rule.growth_interval
@@ -295,10 +298,10 @@ class LossScale:
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScale:
         if self.shared:
             return self  # a copied model keeps training with its optimizer
-        copy = LossScale(self.get(), dynamic=self.dynamic, shared=False)
-        copy.load_state_dict(self.state_dict())
-        memo[id(self)] = copy
-        return copy
+        twin = LossScale(self.get(), dynamic=self.dynamic, shared=False)
+        twin.load_state_dict(self.state_dict())
+        memo[id(self)] = twin
+        return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self is _default:
@@ -361,7 +364,7 @@ class ModuleScale:
             self.group.replica(device)
             self.flag_for(device)
 
-    @torch._dynamo.assume_constant_result
+    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
     def prepare_traced(self, device: torch.device) -> bool:
         """The same from inside a trace: it runs at once, not in the traced program."""
         self.prepare([device])
@@ -412,8 +415,6 @@ class ModuleScale:
         self._touched.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleScale:
-        import copy
-
         new = ModuleScale(copy.deepcopy(self.group, memo), label=self.label)
         memo[id(self)] = new
         return new
@@ -508,9 +509,7 @@ def registration(model: nn.Module) -> tuple[ModuleScale | None, torch.dtype | No
 def models_of(params: Iterable[Tensor]) -> list[nn.Module]:
     """The living converted modules that own at least one of ``params``."""
     wanted = {id(param) for param in params}
-    return [
-        model for model in list(_models) if any(id(param) in wanted for param in model.parameters())
-    ]
+    return [model for model in list(_models) if any(id(param) in wanted for param in model.parameters())]
 
 
 def _new(device: torch.device, value: float | Tensor) -> Tensor:
@@ -526,7 +525,8 @@ def _move(value: Tensor | None, device: torch.device, dtype: torch.dtype) -> Ten
 def _detached(group: weakref.ref[LossScale]) -> None:
     """The last optimizer is gone: nobody would lower S after an overflow, so S is 1 again."""
     living = group()
-    if living is not None and living.dynamic and not living.attached:
+    # Iterated, not counted: the set may still count the watch that is going.
+    if living is not None and living.dynamic and not any(True for _ in living._watches):
         living.set(1.0)
 
 

@@ -104,7 +104,8 @@ class LossScaleOptimizer(Optimizer):
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
         if not (math.isfinite(init_scale) and min_scale <= init_scale <= max_scale):
             raise LossScaleError(
-                f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, got {init_scale}"
+                f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, "
+                f"got {init_scale}"
             )
         self.inner_optimizer = optimizer
         self.rule = rule
@@ -143,7 +144,7 @@ class LossScaleOptimizer(Optimizer):
     # ------------------------------------------------------------------ the inner optimizer's own
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's."""
         return self.inner_optimizer.param_groups
 
@@ -152,7 +153,7 @@ class LossScaleOptimizer(Optimizer):
         self.inner_optimizer.param_groups = value
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's."""
         return self.inner_optimizer.state
 
@@ -161,7 +162,7 @@ class LossScaleOptimizer(Optimizer):
         self.inner_optimizer.state = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's."""
         return self.inner_optimizer.defaults
 
@@ -226,8 +227,8 @@ class LossScaleOptimizer(Optimizer):
         if self._is_unscaled:
             if with_gradients(self.param_groups):
                 raise LossScaleError(
-                    "scale_loss or backward after unscale_(): scaled gradients would be added to unscaled ones. "
-                    "Accumulate first, then call unscale_() (or clip_grad_norm_) once before step()."
+                    "scale_loss or backward after unscale_(): scaled gradients would be added to unscaled "
+                    "ones. Accumulate first, then call unscale_() (or clip_grad_norm_) once before step()."
                 )
             self._is_unscaled = False
         self._is_scaled = True
@@ -238,7 +239,7 @@ class LossScaleOptimizer(Optimizer):
         """``loss.backward(**kwargs)`` with the loss scaled where the model does not do so itself."""
         scaled = self.scale_loss(loss)
         if isinstance(scaled, Tensor):
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+            scaled.backward(**kwargs)
         else:
             torch.autograd.backward(list(scaled), **kwargs)
 
@@ -268,7 +269,7 @@ class LossScaleOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer unless a gradient is not finite, and adapt the loss scale.
 
         Args:
@@ -388,10 +389,11 @@ class LossScaleOptimizer(Optimizer):
                 "no parameter was changed. Lower init_scale, or look for the operation that overflows."
             )
         if self._skipped_in_a_row == _WARN_AFTER:
+            names = names_of_non_finite(self.param_groups) or ["a gradient before clipping"]
             warnings.warn(
-                f"{_WARN_AFTER} steps in a row were skipped because gradients were not finite. A smaller loss "
-                f"scale does not help: the first is {(names_of_non_finite(self.param_groups) or ['?'])[0]}. Look "
-                "for NaN in the data or for an operation that overflows in the forward pass.",
+                f"{_WARN_AFTER} steps in a row were skipped because gradients were not finite, first "
+                f"{names[0]}. A smaller loss scale does not help. Look for NaN in the data or for an operation "
+                "that overflows in the forward pass.",
                 UserWarning,
                 stacklevel=3,
             )
@@ -463,7 +465,7 @@ class LossScaleOptimizer(Optimizer):
             state_dict = state_dict if result is None else result
         return state_dict
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class, or a plain one of the inner optimizer's class."""
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -92,11 +92,9 @@ class _Border:
         self.outside = {node for node in self.graph.nodes if is_outside(node)}
         self.carries: set[Node] = set()
         for node in self.graph.nodes:
-            if _is_source(gm, node, self.outside) or (
-                region_of(node).grad and any(value in self.carries for value in node.all_input_nodes)
-            ):
-                if _has_gradient_dtype(node):
-                    self.carries.add(node)
+            depends = region_of(node).grad and any(value in self.carries for value in node.all_input_nodes)
+            if (depends or _is_source(gm, node, self.outside)) and _has_gradient_dtype(node):
+                self.carries.add(node)
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first):
             self.scale_node = self.graph.create_node("get_attr", ATTRIBUTE)
@@ -209,7 +207,9 @@ class _Leave:
                 self.made[base, dtype] = made
             return
         others = [reader for reader in self.border.inside_readers(value) if reader is not base]
-        base_readers = [r for r in self.border.inside_readers(base) if r is not value] if base is not value else []
+        base_readers = (
+            [] if base is value else [r for r in self.border.inside_readers(base) if r is not value]
+        )
         made = self.made.get((base, dtype)) or self._node(base, dtype, before=base.next)
         self.made[base, dtype] = made
         for reader in readers:
@@ -328,9 +328,8 @@ class _Enter:
             if read.value.op == "get_attr":
                 before.prepend(read.value)  # a get_attr stands at its first use, which may come later
         written = call[0].written
-        entered = _entry(
-            self.border, [read.value for read in call], call[0].cast, before=before, like=before, written=written
-        )
+        values = [read.value for read in call]
+        entered = _entry(self.border, values, call[0].cast, before=before, like=before, written=written)
         for read, node in zip(call, entered, strict=True):
             if read.cast is not None:
                 (cast,) = read.readers
@@ -372,14 +371,21 @@ def _block(target: str) -> str:
 
 
 def _entry(
-    border: _Border, values: list[Node], cast: torch.dtype | None, *, before: Node, like: Node, written: bool = False
+    border: _Border,
+    values: list[Node],
+    cast: torch.dtype | None,
+    *,
+    before: Node,
+    like: Node,
+    written: bool = False,
 ) -> list[Node]:
     """One unscale call for several values, and the nodes that pick its results."""
     graph = border.graph
     with graph.inserting_before(before):
         if cast is not None:
-            name, call = "unscale_cast", graph.call_function(
-                grad_scaling.unscale_cast, (border.scale_node, cast, *values)
+            name, call = (
+                "unscale_cast",
+                graph.call_function(grad_scaling.unscale_cast, (border.scale_node, cast, *values)),
             )
         else:
             function = grad_scaling.unscale_written if written else grad_scaling.unscale

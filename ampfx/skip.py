@@ -45,7 +45,8 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
     if any(group["dampening"] != 0 for group, _ in without):
         return False
     for _, param in without:
-        optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        zeros = torch.zeros_like(param, memory_format=torch.preserve_format)
+        optimizer.state[param]["momentum_buffer"] = zeros
     return True
 
 
@@ -139,7 +140,6 @@ class ClosureRunner:
 
     Args:
         optimizer: the optimizer whose step evaluates the closure.
-        after: called after each evaluation; True if the gradients cannot be used.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -24,7 +24,11 @@ ENTER = (grad_scaling.unscale, grad_scaling.unscale_cast, grad_scaling.unscale_w
 
 
 def embed(
-    function: Any, *inputs: Any, low: torch.dtype = torch.float16, scale: float | None = 1024.0, **options: Any
+    function: Any,
+    *inputs: Any,
+    low: torch.dtype = torch.float16,
+    scale: float | None = 1024.0,
+    **options: Any,
 ) -> GraphModule:
     """The graph after all passes, with a static loss scale."""
     gm = build(function, *inputs)
@@ -90,14 +94,16 @@ def test_tiny_losses_do_not_underflow() -> None:
     run(gm, x).pow(2).mean().mul(1e-7).backward()
     reference(x).pow(2).mean().mul(1e-7).backward()
     got, want = next(model.parameters()).grad, next(reference.parameters()).grad
-    assert got is not None and want is not None
+    assert got is not None
+    assert want is not None
     assert float((got - want).norm() / want.norm()) < 0.03
 
 
 def test_outputs_leave_in_one_node_as_float32() -> None:
     gm = embed(nn.Linear(4, 4), torch.randn(2, 4))
     (leave,) = calls(gm, LEAVE)
-    assert leave.target is grad_scaling.scale_cast and leave.args[1] == torch.float32
+    assert leave.target is grad_scaling.scale_cast
+    assert leave.args[1] == torch.float32
     assert not [n for n in gm.graph.nodes if n.meta.get("cast") and n.args[1] == torch.float32]
     output = next(n for n in gm.graph.nodes if n.op == "output")
     assert output.args[0] is leave
@@ -133,14 +139,16 @@ def test_frozen_parameters_pass_unscale_too() -> None:
     model.first.requires_grad_(True)
     run(gm, torch.randn(5, 8)).sum().backward()
     reference = copy.deepcopy(model)
-    assert model.first.weight.grad is not None and float(model.first.weight.grad.abs().max()) < 100
+    assert model.first.weight.grad is not None
+    assert float(model.first.weight.grad.abs().max()) < 100
     assert reference is not model
 
 
 def test_batch_norm_parameters_are_unscaled() -> None:
     """Rule 2: a parameter that is used in float32 has no cast to carry the node."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    conv = nn.Conv2d(2, 4, 3, bias=False)
+    model = nn.Sequential(conv, nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
     compare_gradients(model, torch.randn(4, 2, 6, 6), loss=lambda y: y.pow(2).mean(), rtol=5e-2)
 
 
@@ -196,7 +204,8 @@ def test_returned_inputs_and_parameters_stay_themselves() -> None:
     x = torch.ones(3, requires_grad=True)
     gm = embed(model, x)
     same, weight, _ = run(gm, x)
-    assert same is x and weight is model.weight
+    assert same is x
+    assert weight is model.weight
 
 
 def test_integers_and_no_grad_reads_pass_nothing() -> None:
@@ -238,7 +247,8 @@ def test_inputs_written_in_place() -> None:
     torch.testing.assert_close(x, torch.ones(2, 4))
     leaf = torch.zeros(2, 4, requires_grad=True)
     run(gm, leaf * 1.0).sum().backward()
-    torch.testing.assert_close(leaf.grad, model.layer.weight.detach().sum(0).expand(2, 4), rtol=1e-2, atol=1e-2)
+    want = model.layer.weight.detach().sum(0).expand(2, 4)
+    torch.testing.assert_close(leaf.grad, want, rtol=1e-2, atol=1e-2)
 
 
 def test_outputs_written_in_place_by_the_caller() -> None:
@@ -267,7 +277,7 @@ def test_output_that_the_graph_writes_in_place() -> None:
 
 
 def _escaping_graph(function: Callable[..., Any], *extra: Any) -> tuple[GraphModule, nn.Linear]:
-    """linear → (function of its float32 result) → relu, as the capture writes side effects."""
+    """Linear → (function of its float32 result) → relu, as the capture writes side effects."""
     model = nn.Linear(4, 4)
     gm = build(model, torch.randn(2, 4))
     linear = next(n for n in gm.graph.nodes if n.meta["op"] == "linear")
@@ -304,7 +314,8 @@ def test_a_tensor_kept_on_a_module_has_true_gradients() -> None:
     x = torch.randn(2, 4)
     out = run(gm, x)
     kept = holder.kept
-    assert isinstance(kept, Tensor) and kept.dtype == torch.float32
+    assert isinstance(kept, Tensor)
+    assert kept.dtype == torch.float32
     (got,) = torch.autograd.grad(out.sum() + kept.sum(), kept, retain_graph=True)
     torch.testing.assert_close(got, 1.0 + (kept > 0).float())
     (out.sum() + kept.sum()).backward()
@@ -317,7 +328,8 @@ def test_a_hook_on_a_tensor_sees_true_gradients() -> None:
     torch.manual_seed(0)
     gm, model = _escaping_graph(runtime.attach_hook, ..., "register_hook", seen.append)
     run(gm, torch.randn(2, 4)).sum().backward()
-    assert seen[0].dtype == torch.float32 and set(seen[0].unique().tolist()) <= {0.0, 1.0}
+    assert seen[0].dtype == torch.float32
+    assert set(seen[0].unique().tolist()) <= {0.0, 1.0}
     assert model.bias.grad is not None
     torch.testing.assert_close(model.bias.grad, seen[0].sum(0))
 
@@ -337,7 +349,9 @@ def test_gradient_penalty_through_the_graph() -> None:
     for got, want in zip(model.parameters(), reference.parameters(), strict=True):
         if want.grad is not None and float(want.grad.abs().max()) > 0:
             assert got.grad is not None
-            torch.testing.assert_close(got.grad, want.grad, rtol=5e-2, atol=5e-2 * float(want.grad.abs().max()))
+            torch.testing.assert_close(
+                got.grad, want.grad, rtol=5e-2, atol=5e-2 * float(want.grad.abs().max())
+            )
 
 
 def test_reads_in_a_checkpoint_region_have_their_own_call() -> None:
@@ -360,7 +374,8 @@ def test_reads_in_a_checkpoint_region_have_their_own_call() -> None:
 
 def test_nothing_is_embedded_without_a_scale() -> None:
     gm = embed(nn.Linear(4, 4), torch.randn(2, 4), scale=None)
-    assert not calls(gm, (*LEAVE, *ENTER)) and not hasattr(gm, ATTRIBUTE)
+    assert not calls(gm, (*LEAVE, *ENTER))
+    assert not hasattr(gm, ATTRIBUTE)
     gm = build(nn.Linear(4, 4), torch.randn(2, 4))
     context = ConversionContext(low_dtype=torch.float16, loss_scale=LossScale.disabled())
     assert not EmbedLossScale().run(gm, context)

@@ -38,7 +38,8 @@ def test_gradients_are_true_float32_gradients() -> None:
     reference = leaves()
     (torch.nn.functional.linear(*reference).pow(2).sum() * 1e-7).backward()
     for got, want in zip((x, weight, bias), reference, strict=True):
-        assert got.grad is not None and got.grad.dtype == torch.float32
+        assert got.grad is not None
+        assert got.grad.dtype == torch.float32
         torch.testing.assert_close(got.grad, want.grad, rtol=5e-3, atol=1e-9)
 
 
@@ -57,7 +58,8 @@ def test_small_gradients_survive_only_with_a_scale() -> None:
             h, h32 = torch.tanh(h @ low), torch.tanh(h32 @ w32)
         (scale_cast(s, torch.float32, h).pow(2).mean() * 1e-7).backward()
         (h32.pow(2).mean() * 1e-7).backward()
-        assert weights[0].grad is not None and reference[0].grad is not None
+        assert weights[0].grad is not None
+        assert reference[0].grad is not None
         errors[value] = float((weights[0].grad - reference[0].grad).norm() / reference[0].grad.norm())
     assert errors[1.0] > 0.5
     assert errors[2.0**20] < 0.03
@@ -99,19 +101,23 @@ def test_unused_parameter_gets_no_gradient() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     first, _ = unscale(s, used, unused)
     scale(s, first * 2).sum().backward()
-    assert used.grad is not None and unused.grad is None
+    assert used.grad is not None
+    assert unused.grad is None
 
 
 def test_frozen_tensors_stay_frozen() -> None:
     s = part()
     frozen, free = torch.ones(2), torch.ones(2, requires_grad=True)
     a, b = unscale(s, frozen, free)
-    assert a is frozen and b.requires_grad
+    assert a is frozen
+    assert b.requires_grad
     low, _ = unscale_cast(s, torch.float16, frozen, free)
-    assert low.dtype == torch.float16 and not low.requires_grad
+    assert low.dtype == torch.float16
+    assert not low.requires_grad
     with torch.no_grad():
         (same,) = unscale(s, free)
-        assert same is free and scale(s, free) is free
+        assert same is free
+        assert scale(s, free) is free
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0, 4)])
@@ -124,9 +130,12 @@ def test_shapes_and_dtypes_are_kept(shape: tuple[int, ...], dtype: torch.dtype) 
     inside = inside * 1
     inside.register_hook(seen.append)
     out = scale(s, inside)
-    assert out.shape == x.shape and out.dtype == dtype
+    assert out.shape == x.shape
+    assert out.dtype == dtype
     out.sum().abs().backward()
-    assert x.grad is not None and x.grad.shape == x.shape and x.grad.dtype == dtype
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert x.grad.dtype == dtype
     torch.testing.assert_close(x.grad, torch.ones_like(x))
     torch.testing.assert_close(seen[0], torch.full_like(x, 8.0).detach())
 
@@ -140,7 +149,8 @@ def test_flag_is_sticky_and_set_by_non_finite_gradients_only() -> None:
     assert s.flag_for(CPU).item() == 1.0
     x.grad = weight.grad = bias.grad = None
     linear(s, x, weight, bias).sum().backward()
-    assert s.flag_for(CPU).item() == 1.0 and s.generation == 6
+    assert s.flag_for(CPU).item() == 1.0
+    assert s.generation == 6
 
 
 def test_incoming_gradient_is_not_written() -> None:
@@ -159,7 +169,8 @@ def test_sparse_gradient() -> None:
     (inside,) = unscale(s, table)
     out = scale(s, torch.nn.functional.embedding(torch.tensor([1, 1, 4]), inside, sparse=True))
     out.sum().backward()
-    assert table.grad is not None and table.grad.is_sparse
+    assert table.grad is not None
+    assert table.grad.is_sparse
     want = torch.zeros(6, 3)
     want[1], want[4] = 2.0, 1.0
     torch.testing.assert_close(table.grad.to_dense(), want)
@@ -235,14 +246,18 @@ def test_compiled_in_one_graph_and_sees_the_scale_change(prepared: bool) -> None
         (compiled(x, weight, bias).sum() * 1e-6).backward()
         assert bias.grad is not None
         if value == 1.0:
-            assert abs(float(bias.grad[0]) - 3e-6) > 3e-8, "float16 cannot hold 1e-6 exactly: S had no effect?"
+            assert abs(float(bias.grad[0]) - 3e-6) > 3e-8, (
+                "float16 cannot hold 1e-6 exactly: S had no effect?"
+            )
         else:
             torch.testing.assert_close(bias.grad, torch.full((5,), 3e-6), rtol=1e-3, atol=0.0)
         assert s.flag_for(CPU).item() == 0.0
         graphs += 1
     x, weight, bias = leaves()
     (compiled(x, weight, bias).sum() * 1e6).backward()
-    assert s.flag_for(CPU).item() == 1.0 and s.traced and graphs == 3
+    assert s.flag_for(CPU).item() == 1.0
+    assert s.traced
+    assert graphs == 3
 
 
 def test_compiled_backward_after_the_scale_changed() -> None:
