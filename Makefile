@@ -14,6 +14,8 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Making $(VENV) with all that is needed, once; this takes a minute or two."
+	@echo "Making $(VENV) with all that is needed; this takes a minute or two, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev,demo]'

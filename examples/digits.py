@@ -34,6 +34,7 @@ from examples.training import FLOAT32, MODES, Mode, Training, build
 
 BATCH_SIZE = 64
 NUM_TRAIN = 1200
+ROUNDS = 25  # of timing
 SLOWEST_TRAINED = 10.0  # times float32's step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,7 +50,7 @@ class Task:
 
 
 TASKS = (
-    Task("ResNet", SmallResNet, epochs=6, peak_lr=4e-3),
+    Task("ResNet", SmallResNet, epochs=10, peak_lr=4e-3),
     Task("Transformer", SmallTransformer, epochs=20, peak_lr=4e-3),
 )
 
@@ -143,7 +144,7 @@ def measure(task: Task, data: Digits, progress: Progress) -> list[Row]:
     progress.update(f"{task.name}: timing the steps of all modes in turns")
     base = FLOAT32.name
     usual = {n: step for n, step in steps.items() if seconds[n] <= SLOWEST_TRAINED * seconds[base]}
-    times = compare_steps(usual, base, rounds=25)
+    times = compare_steps(usual, base, rounds=ROUNDS)
     slow = {n: step for n, step in steps.items() if n not in usual}
     if slow:  # two rounds are enough to see an order of magnitude
         times |= compare_steps({**slow, base: steps[base]}, base, rounds=2, warmup=0)

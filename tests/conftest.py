@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from golden import write_renewed
 from hypothesis import settings
 
 # A shared machine makes single examples slow at random; in CI the same examples run every time.
@@ -33,3 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+def pytest_sessionfinish() -> None:
+    """Write the expected texts that `make golden` renews."""
+    for path in write_renewed():
+        print(f"\nrenewed expected texts in {path.name}")
