@@ -12,6 +12,8 @@ Steps:
 from __future__ import annotations
 
 import contextlib
+import inspect
+import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,9 +27,10 @@ from ampfx import runtime
 from ampfx.capture.holders import HeldTensors
 from ampfx.capture.interception import intercepting
 from ampfx.capture.recorder import Recorder, source_line, to_plain
-from ampfx.capture.structure import Structure, flatten
+from ampfx.capture.structure import Structure, flatten, unflatten
 from ampfx.capture.symbols import TracedFloat, TracedInt, is_traced
-from ampfx.errors import AmpfxError, CaptureError
+from ampfx.errors import CaptureError
+from ampfx.graph_utils import is_impure
 
 # Hooks of torch that compute a weight before each forward: they are part of the model's mathematics.
 _WEIGHT_HOOKS = ("WeightNorm", "SpectralNorm")
@@ -76,13 +79,13 @@ class Capture:
         forward: called with the arguments; runs the model.
     """
 
-    def __init__(self, root: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, root: nn.Module, forward: Callable[..., Any], constant_prefix: str = "_ampfx_constant_") -> None:
         self.root, self.forward = root, forward
         self.paths: dict[int, str] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
         self.held = HeldTensors(root)
-        self.recorder = Recorder(root, self.held)
+        self.recorder = Recorder(root, self.held, constant_prefix)
         self.module_calls: dict[str, int] = {}
         self._regions = 0
         self._hooked: list[nn.Module] = []
@@ -94,8 +97,6 @@ class Capture:
         structure = flatten((args, kwargs), is_input_leaf, leaves)
         copies = _copy_leaves(leaves)
         placeholders, traced = self._placeholders(structure, copies)
-        from ampfx.capture.structure import unflatten
-
         call_args, call_kwargs = unflatten(structure, traced)
         before = _snapshot(self.root)
         try:
@@ -133,7 +134,7 @@ class Capture:
 
     def _placeholders(self, structure: Structure, leaves: list[Any]) -> tuple[list[fx.Node], list[Any]]:
         recorder = self.recorder
-        names = _leaf_names(structure)
+        names = _leaf_names(structure, self.forward)
         nodes, traced = [], []
         seen: dict[int, Any] = {}
         for name, leaf in zip(names, leaves, strict=True):
@@ -155,8 +156,6 @@ class Capture:
 
     def _drop_unread(self, placeholders: list[fx.Node]) -> None:
         """Dead nodes go here, before any pass looks; inputs stay, read or not."""
-        from ampfx.graph_utils import is_impure
-
         self.recorder.graph.eliminate_dead_code(is_impure_node=is_impure)
 
     def _output_node(self, value: Any) -> fx.Node:
@@ -197,8 +196,6 @@ class Capture:
             if id(module) in self.paths and _has_hooks(module) and module not in self._hooked:
                 return self._call_hooked(module, path, args, kwargs)
             return original(module, *args, **kwargs)
-        except AmpfxError:
-            raise
         finally:
             stack.pop()
 
@@ -219,7 +216,7 @@ class Capture:
             )
             begin.meta["val"] = None
             handle = begin
-            inputs = recorder._create(_getitem, (begin, 1), {}, "call_function")
+            inputs = recorder._create(operator.getitem, (begin, 1), {}, "call_function")
             args = self._bind_opaque(inputs, args)
         result = module.forward(*args, **kwargs)
         if handle is not None:
@@ -230,7 +227,7 @@ class Capture:
         return result
 
     def _part(self, node: fx.Node, index: int) -> fx.Node:
-        part = self.recorder._create(_getitem, (node, index), {}, "call_function")
+        part = self.recorder._create(operator.getitem, (node, index), {}, "call_function")
         part.meta["val"] = None
         return part
 
@@ -258,7 +255,7 @@ class Capture:
 
     def _bind_part(self, node: fx.Node, key: Any, item: Any) -> None:
         if isinstance(item, (torch.Tensor, dict, tuple, list)):
-            part = self.recorder._create(_getitem, (node, key), {}, "call_function")
+            part = self.recorder._create(operator.getitem, (node, key), {}, "call_function")
             self._bind_opaque(part, item)
 
     def call_function(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,14 +310,6 @@ class Capture:
         return tuple(written)
 
 
-def _getitem(value: Any, key: Any) -> Any:
-    return value[key]
-
-
-import operator as _operator  # noqa: E402
-
-_getitem = _operator.getitem  # noqa: F811
-
 _MISSING = object()
 
 
@@ -361,9 +350,7 @@ class _State:
             if name in _STORES or name.startswith("_ampfx"):
                 continue
             old = self.attributes.get(name, _MISSING)
-            if old is not value and not _same_plain(old, value):
-                changed.append((name, value))
-            elif name in self.contents and not _same_items(self.contents[name], value):
+            if (old is not value and not _same_plain(old, value)) or (name in self.contents and not _same_items(self.contents[name], value)):
                 changed.append((name, value))
         changed += [(name, _MISSING) for name in self.attributes if name not in now]
         for store, old_items in self.stores.items():
@@ -394,10 +381,7 @@ class _State:
 
 
 _STORES = frozenset(
-    "_parameters _buffers _modules _non_persistent_buffers_set _forward_hooks _forward_pre_hooks _backward_hooks "
-    "_backward_pre_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs "
-    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks _load_state_dict_post_hooks "
-    "_is_full_backward_hook".split()
+    ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_is_full_backward_hook"]
 )
 
 
@@ -480,7 +464,7 @@ def _copy_leaves(leaves: list[Any]) -> list[Any]:
     return result
 
 
-def _leaf_names(structure: Structure) -> list[str]:
+def _leaf_names(structure: Structure, forward: Callable[..., Any]) -> list[str]:
     """Names of the leaves of ``(args, kwargs)``, for placeholders."""
     names: list[str] = []
 
@@ -494,8 +478,17 @@ def _leaf_names(structure: Structure) -> list[str]:
             walk(child, f"{name}_{suffix}" if name else suffix)
 
     args, kwargs = structure.children
-    for index, child in enumerate(args.children):
-        walk(child, f"arg{index}")
+    for name, child in zip(_positional_names(forward, len(args.children)), args.children, strict=True):
+        walk(child, name)
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
         walk(child, "".join(ch if ch.isalnum() else "_" for ch in str(key)))
     return names
+
+
+def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return names + [f"arg{index}" for index in range(len(names), count)]

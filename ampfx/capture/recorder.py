@@ -47,28 +47,22 @@ _OWN_DIR = __file__.rsplit("capture", 1)[0]
 
 # Reads of a tensor's properties that the key of a graph fixes: answered, not recorded.
 _FIXED_PROPERTIES = frozenset(
-    "dtype device layout is_cuda is_cpu is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_nested "
-    "is_mkldnn is_vulkan is_xla is_ipu is_hpu is_maia is_mtia requires_grad is_leaf grad_fn ndim itemsize names "
-    "output_nr _version _backward_hooks _post_accumulate_grad_hooks retains_grad __dict__ __class__ "
-    "_grad_fn _base _cdata name is_fbgemm __module__ __doc__ volatile grad_dtype".split()
+    ["dtype", "device", "layout", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_maia", "is_mtia", "requires_grad", "is_leaf", "grad_fn", "ndim", "itemsize", "names", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "__dict__", "__class__", "_grad_fn", "_base", "_cdata", "name", "is_fbgemm", "__module__", "__doc__", "volatile", "grad_dtype"]
 )
 # Methods of the same kind.
 _FIXED_METHODS = frozenset(
-    "dim ndimension is_floating_point is_complex is_signed is_inference element_size has_names get_device "
-    "is_pinned is_shared is_conj is_neg is_set_to data_ptr __dir__ __hash__ type_name has_torch_function "
-    "is_coalesced dense_dim sparse_dim is_distributed _is_view is_same_size const_data_ptr".split()
+    ["dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "is_inference", "element_size", "has_names", "get_device", "is_pinned", "is_shared", "is_conj", "is_neg", "is_set_to", "data_ptr", "__dir__", "__hash__", "type_name", "has_torch_function", "is_coalesced", "dense_dim", "sparse_dim", "is_distributed", "_is_view", "is_same_size", "const_data_ptr"]
 )
-_TENSOR_PROPERTIES = frozenset("T mT H mH real imag data".split())
+_TENSOR_PROPERTIES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
 # Methods that hand a Python value to the model: recorded with a guard on that value.
 _VALUE_METHODS = frozenset(
-    "__bool__ __int__ __float__ __index__ __complex__ tolist is_contiguous stride storage_offset is_nonzero "
-    "equal allclose __contains__".split()
+    ["__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_contiguous", "stride", "storage_offset", "is_nonzero", "equal", "allclose", "__contains__"]
 )
-_ARRAY_METHODS = frozenset("numpy __array__ __dlpack__ untyped_storage storage".split())
-_TEXT_METHODS = frozenset("__repr__ __str__ __format__".split())
-_HOOK_METHODS = frozenset("register_hook retain_grad register_post_accumulate_grad_hook".split())
+_ARRAY_METHODS = frozenset(["numpy", "__array__", "__dlpack__", "untyped_storage", "storage"])
+_TEXT_METHODS = frozenset(["__repr__", "__str__", "__format__"])
+_HOOK_METHODS = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
 # Operations whose number of results depends on a shape.
-_LENGTH_OPS = frozenset("unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes".split())
+_LENGTH_OPS = frozenset(["unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes"])
 
 _DUNDERS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
@@ -144,11 +138,13 @@ class Recorder(TorchFunctionMode):
     Args:
         root: the module whose tensors become ``get_attr`` nodes.
         held: the tensors that exist before the run.
+        constant_prefix: starts the attribute names of objects that the graph reads and the model does not hold.
     """
 
-    def __init__(self, root: nn.Module, held: HeldTensors) -> None:
+    def __init__(self, root: nn.Module, held: HeldTensors, constant_prefix: str = "_ampfx_constant_") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.root = root
+        self.constant_prefix = constant_prefix
         self.held = held
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
@@ -163,7 +159,8 @@ class Recorder(TorchFunctionMode):
         self.module_stack: list[tuple[str, type]] = []
         self.autocast_stack: list[bool] = []
         self.opaque_stack: list[int] = []
-        self._first_attribute: fx.Node | None = None
+        self._sizes: dict[tuple[fx.Node, int], TracedInt] = {}
+        self._numbers: dict[tuple[Any, ...], fx.Node] = {}
 
     # ------------------------------------------------------------------ the mode
 
@@ -193,8 +190,6 @@ class Recorder(TorchFunctionMode):
             handled = self._method(name, func, args, keywords)
             if handled is not NotImplemented:
                 return handled
-        if func is torch.autograd.grad or func is torch.autograd.backward:
-            return self.call(func, args, keywords)
         return self.call(func, args, keywords)
 
     @contextlib.contextmanager
@@ -269,9 +264,6 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, (int, float)):
             node.meta["val"] = None
             return (TracedInt if isinstance(result, int) else TracedFloat)(result, node, self)
-        if isinstance(result, torch.Size):
-            node.meta["val"] = None
-            return self.size_of_node(node, result)
         if isinstance(result, (tuple, list)) and result:
             if node.meta["op"] in _LENGTH_OPS:
                 self._create(runtime.guard_length, (node, len(result), source_line()), {}, "call_function")
@@ -360,7 +352,7 @@ class Recorder(TorchFunctionMode):
             owner = self._insert_attribute(holder.owner or "_ampfx_root", is_module=True)
             node = self._create(runtime.read_attribute, (owner, holder.path), {}, "call_function")
         else:
-            name = f"_ampfx_constant_{len(self.constants)}"
+            name = f"{self.constant_prefix}{len(self.constants)}"
             self.constants[name] = tensor
             node = self._insert_attribute(name)
         self.remember(tensor, node)
@@ -406,7 +398,7 @@ class Recorder(TorchFunctionMode):
         known = self._attributes.get(id(value))
         if known is not None:
             return known
-        name = f"_ampfx_constant_{len(self.constants)}"
+        name = f"{self.constant_prefix}{len(self.constants)}"
         self.constants[name] = value
         node = self._insert_attribute(name)
         self._attributes[id(value)] = node
@@ -426,21 +418,29 @@ class Recorder(TorchFunctionMode):
 
     # ------------------------------------------------------------------ numbers and guards
 
-    def size_of_node(self, node: fx.Node, size: Any) -> TracedSize:
-        """The traced sizes of a node whose value is a ``torch.Size``."""
-        items = []
-        for index, value in enumerate(size):
-            part = self._create(operator.getitem, (node, index), {}, "call_function")
+    def size_of(self, tensor: torch.Tensor, dim: int) -> TracedInt:
+        """The traced size of a recorded tensor along one dimension: one node per tensor and dimension."""
+        node = self.node_for(tensor)
+        sizes = to_plain_shape(tensor)
+        if not -len(sizes) <= dim < len(sizes):
+            raise IndexError(f"Dimension out of range (got {dim} for a tensor of {len(sizes)} dimensions)")
+        dim %= len(sizes)
+        known = self._sizes.get((node, dim))
+        if known is None:
+            part = self._create("size", (node, dim), {}, "call_method")
             part.meta["val"] = None
-            items.append(TracedInt(int(value), part, self))
-        return TracedSize(items)
+            known = self._sizes[node, dim] = TracedInt(sizes[dim], part, self)
+        return known
+
+    def shape_of(self, tensor: torch.Tensor) -> TracedSize:
+        """The traced shape of a recorded tensor."""
+        return TracedSize(self.size_of(tensor, dim) for dim in range(len(to_plain_shape(tensor))))
 
     def number(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> Any:
         """The traced result of arithmetic on traced numbers."""
         if self._paused:
             return result
-        node = self._create(function, self.to_fx(operands), {}, "call_function")
-        node.meta["val"] = None
+        node = self._number_node(function, operands)
         if isinstance(result, bool):
             self.guard(node, result)
             return result
@@ -449,10 +449,18 @@ class Recorder(TorchFunctionMode):
     def decided(self, function: Callable[..., Any], operands: tuple[Any, ...], result: bool) -> bool:
         """A Python decision on traced numbers: its outcome is guarded."""
         if not self._paused:
-            node = self._create(function, self.to_fx(operands), {}, "call_function")
-            node.meta["val"] = None
-            self.guard(node, result)
+            self.guard(self._number_node(function, operands), result)
         return result
+
+    def _number_node(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> fx.Node:
+        """One node per computation on numbers: the same again is the same node."""
+        args = self.to_fx(operands)
+        key = (function, *((type(arg), arg) for arg in args))
+        node = self._numbers.get(key)
+        if node is None:
+            node = self._numbers[key] = self._create(function, args, {}, "call_function")
+            node.meta["val"] = None
+        return node
 
     def guard(self, node: fx.Node, value: Any) -> None:
         """Record that the graph holds only where ``node`` has this value."""
@@ -472,17 +480,17 @@ class Recorder(TorchFunctionMode):
             return self._run(func, args, kwargs)
         if name == "type" and len(args) == 1 and not kwargs:
             return self._run(func, args, kwargs)
-        if name in ("size", "numel", "nelement", "item", "__len__"):
-            if name == "__len__":
-                node = self._create("size", (self.to_fx(tensor), 0), {}, "call_method")
-                result = self._run(func, args, kwargs)
-                self.guard(node, result)
-                return result
+        if name == "size":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return self.shape_of(tensor) if dim is None else self.size_of(tensor, to_plain(dim))
+        if name == "__len__":
+            return int(self.size_of(tensor, 0)) if to_plain_shape(tensor) else self._run(func, args, kwargs)
+        if name in ("numel", "nelement", "item"):
             return self.call(func, args, kwargs)
         if name in _VALUE_METHODS:
             result = self._run(func, args, kwargs)
-            if name == "stride" or name == "storage_offset" or name == "is_contiguous":
-                return result if name != "is_contiguous" else self._guarded_value(func, name, args, kwargs, result)
+            if name in ("stride", "storage_offset"):
+                return result
             return self._guarded_value(func, name, args, kwargs, result)
         if name in _TEXT_METHODS:
             return self._run(func, args, kwargs)
@@ -513,7 +521,7 @@ class Recorder(TorchFunctionMode):
                 )
             with self.paused():
                 copy = tensor.detach().cpu().clone()
-            constant = f"_ampfx_constant_{len(self.constants)}"
+            constant = f"{self.constant_prefix}{len(self.constants)}"
             self.constants[constant] = copy
             expected = self._insert_attribute(constant)
             expected.meta["val"] = self.spec_of(copy)
@@ -540,10 +548,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(tensor, torch.Tensor) or name in _FIXED_PROPERTIES:
             return self._run(func, args, {})
         if name == "shape":
-            return self.size_of_node(
-                self._with_none(self._create(builtins.getattr, (self.to_fx(tensor), "shape"), {}, "call_function")),
-                self._run(func, args, {}),
-            )
+            return self.shape_of(tensor)
         if name in _TENSOR_PROPERTIES:
             node = self._create(builtins.getattr, (self.to_fx(tensor), name), {}, "call_function")
             return self.bind(self._run(func, args, {}), node)
@@ -553,11 +558,6 @@ class Recorder(TorchFunctionMode):
             node = self._create(builtins.getattr, (self.to_fx(tensor), name), {}, "call_function")
             return self.bind(self._run(func, args, {}), node)
         raise CaptureError(f"forward reads .{name} of a tensor at {source_line()}: that cannot be recorded")
-
-    @staticmethod
-    def _with_none(node: fx.Node) -> fx.Node:
-        node.meta["val"] = None
-        return node
 
     def _write_property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
