@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
+import runpy
 import sys
 
 import bench
 
 
 def main() -> None:
-    """Call ``main()`` of each module in the folder, in alphabetical order."""
+    """Run each module of the folder as a program, in alphabetical order."""
     sys.argv = sys.argv[:1]
     for module in pkgutil.iter_modules(bench.__path__):
         if not module.name.startswith("_"):
             print(f"== {module.name}", flush=True)
-            importlib.import_module(f"bench.{module.name}").main()
+            runpy.run_module(f"bench.{module.name}", run_name="__main__")
             print(flush=True)
 
 
