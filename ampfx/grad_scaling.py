@@ -98,7 +98,10 @@ def _leave(loss_scale: ModuleScale, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    # Function.apply inspects the signature of forward at every call, which costs more than all the rest.
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def _is_transformed(grads: Grads) -> bool:
 
 def values_of(grad: Tensor) -> Tensor:
     """The strided real tensor that holds all numbers of a gradient (sparse, complex, distributed)."""
-    local: Tensor = getattr(grad, "_local_tensor", grad)
+    local: Tensor = grad if type(grad) is Tensor else getattr(grad, "_local_tensor", grad)
     if local.is_sparse:
         local = local._values()
     elif local.is_sparse_csr:

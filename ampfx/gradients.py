@@ -46,11 +46,12 @@ def non_finite(params: Iterable[Tensor], device: torch.device) -> Tensor:
             values = values_of(param.grad)
             if values.numel():
                 by_device[values.device].append(values)
-    result = torch.zeros(1, device=device)
+    result: Tensor | None = None
     for where, values_list in by_device.items():
         found = _found_on_cpu(values_list) if where.type == "cpu" else _found(values_list)
-        result = torch.maximum(result, found.to(device, non_blocking=True))
-    return result
+        found = found.to(device, non_blocking=True)
+        result = found if result is None else torch.maximum(result, found)
+    return torch.zeros(1, device=device) if result is None else result
 
 
 def _found(values: list[Tensor]) -> Tensor:

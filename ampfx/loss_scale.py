@@ -100,7 +100,7 @@ class Replica:
     def refresh(self) -> None:
         """Recompute 1/S. Written through ``.data``: a graph that still waits for its backward reads the
         new value and must not be told that a saved tensor was modified."""
-        self.inv_scale.data.copy_(self.scale.data.reciprocal())
+        torch.reciprocal(self.scale.data, out=self.inv_scale.data)
 
 
 class LossScale:
@@ -146,6 +146,11 @@ class LossScale:
     def attached(self) -> bool:
         """Whether a living optimizer consumes the overflows of this group."""
         return len(self._watches) > 0
+
+    @property
+    def has_one_watch(self) -> bool:
+        """Whether a single optimizer trains a single module here: its overflows are the group's."""
+        return len(self._watches) == 1 and len(self._modules) == 1
 
     @property
     def device(self) -> torch.device:
@@ -216,13 +221,13 @@ class LossScale:
             module.collect()
 
     @torch.no_grad()
-    def adapt(self, overflow: Tensor, clean: Tensor, rule: ScaleRule) -> None:
+    def adapt(self, overflow: Tensor, clean: Tensor | None, rule: ScaleRule) -> None:
         """Step 3: change S on its device, without a host sync.
 
         Args:
             overflow: float32 (1,), 1 if an overflow counts against S.
             clean: float32 (1,), 1 if a step without overflow counts towards growth. With neither, nothing
-                changes.
+                changes. None means the opposite of ``overflow``.
             rule: the factors and bounds.
         """
         if not self.dynamic:
@@ -230,7 +235,21 @@ class LossScale:
         main = self.replica(self.device)
         assert self._good_steps is not None
         assert self._bad_steps is not None
-        bad_now, good_now = overflow != 0, clean != 0
+        if clean is None and rule.hysteresis == 1:
+            # One kernel of torch does the same; how many overflows came in a row does not matter then.
+            torch._amp_update_scale_(
+                main.scale.data,
+                self._good_steps,
+                overflow,
+                rule.growth_factor,
+                rule.backoff_factor,
+                rule.growth_interval,
+            )
+            main.scale.data.clamp_(rule.min_scale, rule.max_scale)
+            self._publish()
+            return
+        bad_now = overflow != 0
+        good_now = ~bad_now if clean is None else clean != 0
         good = torch.where(bad_now, 0, self._good_steps + good_now)
         grow = good >= rule.growth_interval
         bad = torch.where(good_now, 0, self._bad_steps + bad_now)
@@ -408,9 +427,9 @@ class ModuleScale:
         for device in list(self._flags) if self.traced else self._touched:
             flag = self.flag_for(device)
             seen = flag.to(unadapted.device, non_blocking=True)
-            unadapted.copy_(torch.maximum(unadapted, seen))
+            torch.maximum(unadapted, seen, out=unadapted)
             for watch in list(self._watches):
-                watch.pending.copy_(torch.maximum(watch.pending, seen))
+                torch.maximum(watch.pending, seen, out=watch.pending)
             flag.zero_()
         self._touched.clear()
 

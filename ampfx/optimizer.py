@@ -331,6 +331,9 @@ class LossScaleOptimizer(Optimizer):
         for group in groups:
             group.use_device(device)
             group.collect()
+        if len(groups) == 1 and groups[0].has_one_watch and self._fresh(groups[0]):
+            found = torch.maximum(bad, self._all_watches()[0].pending)
+            return self._reduce(found, [found])
         pending = {id(group): _maximum(self._pending(group)) for group in groups}
         noted = _maximum(list(pending.values())) if groups else torch.zeros_like(bad)
         found = torch.maximum(bad, noted)
@@ -345,6 +348,9 @@ class LossScaleOptimizer(Optimizer):
         """The maximum over all ranks: in DDP one rank's overflow is in everybody's gradients."""
         if self.process_group is False or not _is_distributed(self.process_group):
             return found, overflows
+        if len(overflows) == 1 and overflows[0] is found:
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.process_group)
+            return found, overflows
         both = torch.cat([found, *overflows])
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.process_group)
         return both[:1].clone(), list(both[1:].split(1))
@@ -354,16 +360,22 @@ class LossScaleOptimizer(Optimizer):
         for group, overflow in zip(self._groups(), overflows, strict=True):
             fresh = self._fresh(group)
             if fresh or _is_distributed(self.process_group):
-                clean = 1 - found if fresh else torch.zeros_like(found)
+                if overflow is found:  # alone in its group
+                    clean = None
+                else:
+                    clean = 1 - found if fresh else torch.zeros_like(found)
                 self._back_off(group, overflow, clean)
         for watch in self._all_watches():
             watch.consume()
             watch.module.counted = watch.module.generation
 
     @torch.no_grad()
-    def _back_off(self, group: LossScale, overflow: Tensor, clean: Tensor) -> None:
+    def _back_off(self, group: LossScale, overflow: Tensor, clean: Tensor | None) -> None:
         group.adapt(overflow, clean, self.rule)
-        group.unadapted.mul_(1 - overflow)
+        if clean is None:
+            group.unadapted.zero_()
+        else:
+            group.unadapted.mul_(1 - overflow)
 
     def _count_on_device(self, found: Tensor) -> None:
         if self._skipped_on_device is None or self._skipped_on_device.device != found.device:
@@ -392,8 +404,8 @@ class LossScaleOptimizer(Optimizer):
             names = names_of_non_finite(self.param_groups) or ["a gradient before clipping"]
             warnings.warn(
                 f"{_WARN_AFTER} steps in a row were skipped because gradients were not finite, first "
-                f"{names[0]}. A smaller loss scale does not help. Look for NaN in the data or for an operation "
-                "that overflows in the forward pass.",
+                f"{names[0]}. A smaller loss scale does not help. Look for NaN in the data or for an "
+                "operation that overflows in the forward pass.",
                 UserWarning,
                 stacklevel=3,
             )

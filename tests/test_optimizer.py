@@ -700,6 +700,30 @@ def test_under_grad_scaler() -> None:
     torch.testing.assert_close(p.detach(), -torch.ones(3))
 
 
+def _rank(rank: int, store: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = Half()
+    optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=0.1), init_scale=64.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        (model(X).sum() * (1e30 if rank == step == 1 else 1.0)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+    results[rank] = (optimizer.get_scale(), optimizer.skipped_steps, model.weight.tolist())
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_one_rank_overflows_and_all_skip(tmp_path: Any) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"), results), nprocs=2)
+        assert results[0] == results[1]
+        assert results[0][:2] == (32.0, 1)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["adamw fused", "sgd fused", "sgd momentum"])
 def test_host_syncs_on_cuda(name: str) -> None:
