@@ -101,7 +101,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     # Function.apply inspects the signature of forward at every call, which costs more than all the rest.
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def times(grad: Tensor, factor: Tensor) -> Tensor:
