@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ampfx.convert import convert
+from ampfx.converted import ConvertedModule
 from ampfx.errors import (
     AmpfxError,
     CaptureError,
@@ -11,13 +13,24 @@ from ampfx.errors import (
     PolicyError,
     VerifyError,
 )
+from ampfx.loss_scale import LossScale
+from ampfx.optimizer import LossScaleOptimizer
+from ampfx.options import OptionError
+from ampfx.policy import Override, Policy
 
 __all__ = [
     "AmpfxError",
     "CaptureError",
+    "ConvertedModule",
     "GuardError",
+    "LossScale",
     "LossScaleError",
+    "LossScaleOptimizer",
     "NotCapturedError",
+    "OptionError",
+    "Override",
+    "Policy",
     "PolicyError",
     "VerifyError",
+    "convert",
 ]

@@ -31,7 +31,7 @@ _NO_VALUES: frozenset[str] = words(
     layer_norm group_norm batch_norm instance_norm rms_norm native_layer_norm getitem view reshape
     transpose permute unsqueeze squeeze flatten unflatten expand repeat chunk split narrow select slice
     cat stack sum mean softmax log_softmax embedding dropout feature_dropout alpha_dropout conv1d conv2d
-    conv3d linear unfold fold roll tile max_pool1d max_pool2d avg_pool1d avg_pool2d interpolate pad
+    conv3d linear unfold fold roll tile max_pool1d max_pool2d avg_pool1d avg_pool2d interpolate
     gather scatter index_select topk sort argmax size arange index_put index_add one_hot diagonal
     scaled_dot_product_attention lstm gru rnn_tanh rnn_relu gelu silu relu tanh sigmoid contiguous clone
     detach

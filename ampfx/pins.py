@@ -238,8 +238,23 @@ class Pinner:
             above = self._pin_of(parent)
             kind: Kind = above.kind if above is not None and above.kind in _DANGERS else "neighbour"
             return Pin(False, kind, f"reads {parent.name} in float32", parent=parent)
+        scalar = self._dangerous_scalar(node) if facts.base not in LIKE_OPS else None
+        if scalar is not None:
+            return Pin(
+                False, "hazard", f"reads {scalar.name}, which {self.low_name} may not hold", parent=scalar
+            )
         if self.pins.autocast[node] == torch.float32:
             return Pin(False, "neighbour", "torch.autocast computes it in float32")
+        return None
+
+    def _dangerous_scalar(self, node: Node) -> Node | None:
+        """A tensor without dimensions that decides no promotion, but is float32 because of a danger."""
+        for value in node.all_input_nodes:
+            facts = facts_of(value)
+            if facts.managed and facts.ndim == 0 and not facts.tuple_valued:
+                pin = self._pin_of(value)
+                if pin is not None and not pin.low and pin.kind == "hazard":
+                    return value
         return None
 
     def _may_be_low(self, value: Node) -> bool:

@@ -1,0 +1,121 @@
+"""The state of a module that a graph was captured for.
+
+A graph bakes in what the forward reads from its modules besides tensors: ``training`` flags, plain
+attributes (``self.p``), which hooks and submodules there are, which parameters need gradients and in
+which dtype they are. :class:`HostState` remembers all of it and tells, fast, whether it still holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOK_STORES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class HostState:
+    """A snapshot of a module tree.
+
+    Args:
+        root: the module.
+        ignored: ``(module path, attribute)`` that the forward itself assigns.
+    """
+
+    def __init__(self, root: nn.Module, ignored: tuple[tuple[str, str], ...] = ()) -> None:
+        skip: dict[str, set[str]] = {}
+        for path, name in ignored:
+            skip.setdefault(path, set()).add(name)
+        self._modules: list[tuple[str, nn.Module]] = list(root.named_modules())
+        self._skip = [frozenset(skip.get(path, ())) for path, _ in self._modules]
+        self._any_skip = bool(skip)
+        self._dicts = [vars(module) for _, module in self._modules]
+        self._children = [d["_modules"] for d in self._dicts if d["_modules"]]
+        self._parameters = [d["_parameters"] for d in self._dicts if d["_parameters"]]
+        self._hooks = [d[store] for d in self._dicts[1:] for store in _HOOK_STORES]
+        self._objects = self._plain_objects()
+        self.capture()
+
+    def _plain_objects(self) -> list[dict[str, Any]]:
+        """``vars`` of the objects that modules hold and that are no modules or tensors (configurations)."""
+        seen: dict[int, dict[str, Any]] = {}
+        for module_dict in self._dicts:
+            for name, value in module_dict.items():
+                if name.startswith("_ampfx") or name in _HOOK_STORES or isinstance(value, (nn.Module, torch.Tensor, type)):
+                    continue
+                inner = getattr(value, "__dict__", None)
+                if isinstance(inner, dict) and not callable(value):
+                    seen.setdefault(id(value), inner)
+        return list(seen.values())
+
+    def capture(self) -> None:
+        """Take the snapshot anew."""
+        self._values = [self._values_of(index) for index in range(len(self._dicts))]
+        self._child_values = [child for store in self._children for child in store.values()]
+        self._parameter_values = self._parameter_state()
+        self._hook_counts = [len(store) for store in self._hooks]
+        self._object_values = [list(inner.values()) for inner in self._objects]
+        self._detailed = self._details()
+
+    def _values_of(self, index: int) -> list[Any]:
+        values = self._dicts[index]
+        if index and not self._skip[index]:
+            return list(values.values())
+        skip = self._skip[index]
+        return [value for name, value in values.items() if name not in skip and not name.startswith("_ampfx")]
+
+    def _parameter_state(self) -> list[Any]:
+        return [
+            None if parameter is None else (parameter.requires_grad, parameter.dtype)
+            for store in self._parameters
+            for parameter in store.values()
+        ]
+
+    def _details(self) -> list[Any]:
+        """Attributes by what a graph can depend on: plain values themselves, tensors by dtype and shape."""
+        return [
+            {
+                name: _plain(value)
+                for name, value in values.items()
+                if name not in skip and not name.startswith("_ampfx") and name not in _HOOK_STORES
+            }
+            for values, skip in zip([*self._dicts, *self._objects], [*self._skip, *[frozenset()] * len(self._objects)])
+        ]
+
+    def matches(self) -> bool:
+        """Whether everything is as it was."""
+        if self._parameter_state() != self._parameter_values:
+            return False
+        if [len(store) for store in self._hooks] != self._hook_counts:
+            return False
+        children = [child for store in self._children for child in store.values()]
+        if len(children) != len(self._child_values) or any(
+            a is not b for a, b in zip(children, self._child_values, strict=True)
+        ):
+            return False
+        try:
+            if (
+                all(self._values_of(index) == values for index, values in enumerate(self._values))
+                and [list(inner.values()) for inner in self._objects] == self._object_values
+            ):
+                return True
+        except (RuntimeError, ValueError, TypeError):  # tensors do not answer ==
+            pass
+        try:
+            if self._details() != self._detailed:
+                return False
+        except (RuntimeError, ValueError, TypeError):
+            return False
+        self.capture()
+        return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.dim(), value.device)
+    if type(value) in (list, tuple):
+        return [_plain(item) for item in value]
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,326 @@
+"""The module that :func:`ampfx.convert` returns.
+
+It is the user's model with another forward: an instance of a class derived from the model's own, with
+the same parameters, buffers and submodules (the same objects in the same containers) and the same
+attributes and methods, which call the converted forward. The forward looks for a graph that was captured
+for this situation, captures one if there is none, and runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ampfx.capture.capture import Capture, is_input_leaf
+from ampfx.capture.structure import flatten
+from ampfx.context import ConversionContext
+from ampfx.errors import CaptureError, NotCapturedError
+from ampfx.graph_entry import GraphEntry, call_key, make_entry
+from ampfx.graph_view import GraphView
+from ampfx.loss_scale import ModuleScale, register_model
+from ampfx.options import Options
+from ampfx.passes import PassManager
+from ampfx.policy import check_matches
+from ampfx.printing import format_graph
+from ampfx.runtime import GuardFailure
+
+_COPIED_STORES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_capture_lock = threading.RLock()
+
+
+class Conversion:
+    """The graphs of one converted module, and how to get more.
+
+    Args:
+        options: what :func:`ampfx.convert` was asked for.
+        original: the class of the user's model.
+        forward: the model's own forward where it is set on the instance, None for the class's.
+        scale: the module's part of its loss scale.
+    """
+
+    def __init__(
+        self, options: Options, original: type[nn.Module], forward: Callable[..., Any] | None, scale: ModuleScale | None
+    ) -> None:
+        self.options, self.original, self.instance_forward, self.scale = options, original, forward, scale
+        self.entries: list[GraphEntry] = []
+        self.current: GraphEntry | None = None
+        self.captures = 0
+        self._warned_many = False
+
+    # ------------------------------------------------------------------ running
+
+    def call(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the converted forward."""
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), is_input_leaf, leaves)
+        key = call_key(leaves)
+        device = self.options.device_type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._call(root, args, kwargs, structure, key, leaves)
+        return self._call(root, args, kwargs, structure, key, leaves)
+
+    def _call(self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]) -> Any:
+        for entry in self.entries:
+            if entry.key == key and entry.captured.inputs == structure and entry.host.matches():
+                try:
+                    result = entry.run(root, leaves)
+                except GuardFailure:
+                    continue
+                self._use(entry)
+                return result
+        entry = self.capture(root, args, kwargs)
+        return entry.run(root, leaves)
+
+    def _use(self, entry: GraphEntry) -> None:
+        self.current = entry
+        if self.entries[0] is not entry:
+            self.entries.remove(entry)
+            self.entries.insert(0, entry)
+
+    # ------------------------------------------------------------------ capturing
+
+    def capture(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphEntry:
+        """Capture and convert the model for one more situation."""
+        with _capture_lock, torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+            return self._capture(root, args, kwargs)
+
+    def _capture(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphEntry:
+        forward = self.instance_forward or types.MethodType(self.original.forward, root)
+        prefix = f"_ampfx_constant_{self.captures}_"
+        leaves: list[Any] = []
+        flatten((args, kwargs), is_input_leaf, leaves)
+        try:
+            captured = Capture(root, forward, prefix).run(args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(f"{self.original.__name__} cannot be captured: {error}") from error
+        entry = make_entry(root, captured, leaves, self.lower, self.original.__name__)
+        self.captures += 1
+        if len(self.entries) >= self.options.max_graphs:
+            self._warn_many()
+            self._forget(root, self.entries.pop())
+        self.entries.insert(0, entry)
+        self.current = entry
+        for text in entry.context.warnings:
+            warnings.warn(text, stacklevel=6)
+        return entry
+
+    @staticmethod
+    def _forget(root: nn.Module, entry: GraphEntry) -> None:
+        for name in entry.captured.constants:
+            vars(root).pop(name, None)
+
+    def _warn_many(self) -> None:
+        if not self._warned_many:
+            self._warned_many = True
+            warnings.warn(
+                f"{self.original.__name__} was captured {self.captures} times: its forward branches on its inputs in many "
+                f"ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, which is right "
+                "but slow. What differed can be seen in the guards of model.graph.",
+                stacklevel=7,
+            )
+
+    def lower(self, view: GraphView) -> ConversionContext:
+        """Run the passes on a captured graph."""
+        options = self.options
+        context = ConversionContext(
+            low_dtype=options.dtype,
+            device_type=options.device_type,
+            policy=options.policy,
+            objective=options.objective,
+            loss_scale=self.scale,
+            output_dtype=options.output_dtype,
+        )
+        nodes = [node for node in view.graph.nodes if node.op in ("call_function", "call_method")]
+        modules = list(view.root.named_modules())
+        context.warnings += check_matches(
+            options.policy,
+            nodes,
+            paths=[path for path, _ in modules],
+            types=[type(module) for _, module in modules],
+            low=options.dtype,
+        )
+        PassManager(options.passes).run(view, context)
+        return context
+
+    def entry(self, root: nn.Module, what: str) -> GraphEntry:
+        """The graph that is looked at: of the current mode, the one used last."""
+        for entry in self.entries:
+            if entry.training == root.training:
+                return entry
+        if self.entries:
+            return self.entries[0]
+        raise NotCapturedError(
+            f"{self.original.__name__} is not captured yet, so it has no {what}: call it once, or convert it with "
+            "example_inputs=."
+        )
+
+
+class ConvertedModule(fx.GraphModule):
+    """A model converted by :func:`ampfx.convert`."""
+
+    _ampfx: Conversion
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ConvertedModule:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("converted modules are made by ampfx.convert")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, in mixed precision."""
+        return self._ampfx.call(self, args, kwargs)
+
+    @property
+    def _ampfx_root(self) -> ConvertedModule:
+        return self
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The converted graph of the current mode (train or eval), the one that ran last."""
+        return self._ampfx.entry(self, "graph").view.graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        self._ampfx.entry(self, "graph").view.graph = graph
+
+    @property
+    def code(self) -> str:
+        """The Python code of :attr:`graph`."""
+        return self._ampfx.entry(self, "code").view.code
+
+    def recompile(self) -> fx.graph.PythonCode:
+        """Generate the code anew after an edit of :attr:`graph`."""
+        entry = self._ampfx.entry(self, "graph")
+        code = entry.view.recompile()
+        entry.checked = entry.view.__dict__["run"]
+        return code
+
+    def print_readable(self, *args: Any, **kwargs: Any) -> str:
+        """The code of the graph with types, as :meth:`torch.fx.GraphModule.print_readable`."""
+        return str(self._ampfx.entry(self, "graph").view.print_readable(*args, **kwargs))
+
+    def format_graph(self) -> str:
+        """The graph, one line for each node, with dtype, shape, class and reason."""
+        return format_graph(self._ampfx.entry(self, "graph").view)
+
+    def report(self) -> Report:
+        """What runs in which dtype, and why; casts and bytes."""
+        from ampfx.report import build_report
+        entry = self._ampfx.entry(self, "report")
+        return build_report(
+            entry.view, entry.context, title=entry.title, mode="train" if entry.training else "eval", inputs=_inputs(entry)
+        )
+
+    def explain(self, node_or_module_path: str) -> Explanation:
+        """Why a node, or each node of a module, has its dtype."""
+        from ampfx.report import explain
+        entry = self._ampfx.entry(self, "explanation")
+        return explain(entry.view, entry.context, node_or_module_path)
+
+    # ------------------------------------------------------------------ copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedModule:
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(state, memo))
+        return _attach(twin, self._ampfx)
+
+    def __copy__(self) -> ConvertedModule:
+        twin = object.__new__(type(self))
+        vars(twin).update({name: value for name, value in vars(self).items() if not name.startswith("_ampfx")})
+        return _attach(twin, self._ampfx)
+
+    def __reduce__(self) -> Any:
+        state = {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
+        conversion = self._ampfx
+        return _rebuild, (conversion.original, conversion.options, conversion.instance_forward), state, None, None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *self._parameters, *self._buffers, *self._modules})
+
+    def __repr__(self) -> str:
+        return str(nn.Module.__repr__(self))
+
+    def _get_name(self) -> str:
+        return self._ampfx.original.__name__
+
+
+def _inputs(entry: GraphEntry) -> str:
+    specs = [node.meta.get("val_float32", node.meta.get("val")) for node in entry.view.graph.nodes if node.op == "placeholder"]
+    return ", ".join("x".join(map(str, spec.shape)) if hasattr(spec, "shape") else "number" for spec in specs)
+
+
+@functools.lru_cache(maxsize=None)
+def converted_class(original: type[nn.Module]) -> type[ConvertedModule]:
+    """The class of converted models of one class: derived from it, so that ``isinstance`` holds."""
+
+    @functools.wraps(original.forward)
+    def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
+        return self._ampfx.call(self, args, kwargs)
+
+    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (ConvertedModule, original), namespace)
+
+
+def wrap(model: nn.Module, options: Options) -> ConvertedModule:
+    """A converted module over ``model``, with no graph yet."""
+    original = type(model)
+    converted = object.__new__(converted_class(original))
+    attributes = dict(vars(model))
+    instance_forward = attributes.pop("forward", None)
+    for store in _COPIED_STORES:
+        if store in attributes:
+            attributes[store] = copy.copy(attributes[store])
+    vars(converted).update(attributes)
+    return _finish(converted, options, original, instance_forward)
+
+
+def _finish(
+    converted: ConvertedModule, options: Options, original: type[nn.Module], forward: Callable[..., Any] | None
+) -> ConvertedModule:
+    part = register_model(converted, options.loss_scale, options.dtype)
+    vars(converted)["_ampfx"] = Conversion(options, original, forward, part)
+    return converted
+
+
+def _attach(twin: ConvertedModule, conversion: Conversion) -> ConvertedModule:
+    """Give a copy its own conversion: it captures again at its first call, from its own tensors."""
+    forward = conversion.instance_forward
+    if inspect.ismethod(forward):
+        forward = types.MethodType(forward.__func__, twin)
+    return _finish(twin, conversion.options, conversion.original, forward)
+
+
+def _rebuild(original: type[nn.Module], options: Options, forward: Callable[..., Any] | None) -> ConvertedModule:
+    return _finish(object.__new__(converted_class(original)), options, original, forward)

@@ -1,0 +1,189 @@
+"""One captured situation of a model: its key, its graph, and how it is run safely.
+
+A graph is used for a call only if
+
+1. the inputs have the structure, dtypes, numbers of dimensions, devices and gradient flags of the capture,
+   and grad mode is the same;
+2. the modules are in the state of the capture (:class:`ampfx.capture.host_state.HostState`);
+3. every guard holds. Guards on shapes are checked once for each set of input shapes; in such a run,
+   and in every run of a graph with guards on values, what the graph writes is remembered, so that a guard that
+   fails in the middle leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ampfx.capture.capture import Captured
+from ampfx.capture.host_state import HostState
+from ampfx.capture.shape_guards import value_guards
+from ampfx.capture.structure import unflatten
+from ampfx.context import ConversionContext
+from ampfx.errors import AmpfxError
+from ampfx.graph_utils import get_attribute, is_impure
+from ampfx.graph_view import GraphView, compile_graph
+from ampfx.ops import written_arguments
+
+_MAX_VERIFIED = 4096
+
+
+def call_key(leaves: list[Any]) -> tuple[Any, ...]:
+    """What a graph fixes about the inputs of a call, beside their structure."""
+    grad = torch.is_grad_enabled()
+    seen: dict[int, int] = {}
+    parts: list[Any] = [grad]
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            first = seen.setdefault(id(leaf), index)
+            parts.append((leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout))
+        else:
+            parts.append(type(leaf))
+    return tuple(parts)
+
+
+def shape_key(leaves: list[Any]) -> tuple[Any, ...]:
+    """The shapes and numbers of a call."""
+    return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+@dataclass
+class GraphEntry:
+    """A graph of a converted module.
+
+    Args:
+        captured: the recording that the graph comes from.
+        key: :func:`call_key` of the captured call.
+        host: state of the modules.
+        view: the converted graph, without guards on shapes.
+        checked: the same graph with all guards.
+        context: settings and notes of the passes.
+        training: mode of the root module.
+    """
+
+    captured: Captured
+    key: tuple[Any, ...]
+    host: HostState
+    view: GraphView
+    checked: Callable[..., Any]
+    context: ConversionContext
+    training: bool
+    title: str = ""
+    data_guards: bool = False
+    verified: set[tuple[Any, ...]] = field(default_factory=set)
+    written_inputs: tuple[int, ...] = ()
+    written_tensors: tuple[str, ...] = ()
+    stages: list[tuple[str, str]] = field(default_factory=list)
+
+    def run(self, root: nn.Module, leaves: list[Any]) -> Any:
+        """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
+        if self.data_guards or not self.shapes_known(leaves):
+            with self._undone_on_error(root, leaves):
+                values = self.checked(root, *leaves)
+            if not self.data_guards and len(self.verified) < _MAX_VERIFIED:
+                self.verified.add(shape_key(leaves))
+        else:
+            values = self.view.__dict__["run"](root, *leaves)
+        return unflatten(self.captured.outputs, values)
+
+    def shapes_known(self, leaves: list[Any]) -> bool:
+        """Whether the guards on shapes are known to hold for these inputs."""
+        return not self.captured.late_guards or shape_key(leaves) in self.verified
+
+    @contextlib.contextmanager
+    def _undone_on_error(self, root: nn.Module, leaves: list[Any]) -> Iterator[None]:
+        tensors = [get_attribute(root, name) for name in self.written_tensors]
+        tensors += [leaves[index] for index in self.written_inputs]
+        copies = [tensor.detach().clone() for tensor in tensors]
+        random = torch.get_rng_state()
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        grad = torch.is_grad_enabled()
+        try:
+            yield
+        except BaseException:
+            torch._C._set_grad_enabled(grad)
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.data.copy_(copy)
+            torch.set_rng_state(random)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+            raise
+
+
+def make_entry(
+    root: nn.Module,
+    captured: Captured,
+    leaves: list[Any],
+    lower: Callable[[GraphView], ConversionContext],
+    title: str,
+) -> GraphEntry:
+    """Convert a recording and make it runnable.
+
+    Args:
+        root: the converted module.
+        captured: the recording.
+        leaves: leaves of the inputs it was recorded with.
+        lower: runs the passes on the view.
+        title: how messages call the model.
+    """
+    host = HostState(root, captured.written_attributes)
+    view = GraphView(root, captured.graph)
+    vars(root).update(captured.constants)
+    written_inputs, written_tensors = _written(captured.graph)
+    context = lower(view)
+    python_code = view.graph.python_code(root_module="self")
+    checked = compile_graph(python_code)
+    shape_guards, data_guards = value_guards(view.graph)
+    if shape_guards:
+        _remove(view.graph, shape_guards)
+    view.recompile()
+    entry = GraphEntry(
+        captured=captured,
+        key=call_key(leaves),
+        host=host,
+        view=view,
+        checked=checked,
+        context=context,
+        training=root.training,
+        title=title,
+        data_guards=bool(data_guards),
+        written_inputs=written_inputs,
+        written_tensors=written_tensors,
+    )
+    captured.late_guards = bool(shape_guards or data_guards)
+    entry.verified.add(shape_key(leaves))
+    return entry
+
+
+def _written(graph: fx.Graph) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Inputs (by position) and held tensors (by name) that share memory with something the graph writes."""
+    storages = set()
+    for node in graph.nodes:
+        for target in written_arguments(node):
+            spec = target.meta.get("val")
+            storages.add(getattr(spec, "storage", None))
+    storages.discard(None)
+    inputs, names, position = [], [], 0
+    for node in graph.nodes:
+        shared = getattr(node.meta.get("val"), "storage", None) in storages
+        if node.op == "placeholder":
+            if shared:
+                inputs.append(position)
+            position += 1
+        elif node.op == "get_attr" and shared:
+            names.append(str(node.target))
+    return tuple(inputs), tuple(names)
+
+
+def _remove(graph: fx.Graph, nodes: set[fx.Node]) -> None:
+    for node in nodes:
+        if node.users:
+            raise AmpfxError(f"guard {node.name} has readers")
+        graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=is_impure)

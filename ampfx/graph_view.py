@@ -1,0 +1,103 @@
+"""A GraphModule whose attributes are those of another module.
+
+The graphs of a converted module (train, eval, other situations) read its parameters, buffers and
+submodules where they are. A :class:`GraphView` is one such graph: passes, ``print_readable`` and the
+printer take it as they take any GraphModule, and nothing is copied or registered twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+_numbers = itertools.count()
+
+
+class GraphView(fx.GraphModule):
+    """One graph over the attributes of ``root``.
+
+    Args:
+        root: the module that ``get_attr`` nodes read from.
+        graph: the graph. It is owned from now on.
+    """
+
+    def __new__(cls, root: nn.Module, graph: fx.Graph) -> GraphView:
+        return object.__new__(cls)
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(
+            root=root,
+            _graph=graph,
+            meta={},
+            _tracer_cls=None,
+            _tracer_extras={},
+            _deepcopy_hooks=[],
+            _replace_hooks=[],
+            _create_node_hooks=[],
+            _erase_node_hooks=[],
+            _code="",
+            run=None,
+        )
+        self.training = root.training
+        graph.owning_module = self
+
+    def __getattr__(self, name: str) -> Any:
+        root = self.__dict__.get("root")
+        if root is None:
+            raise AttributeError(name)
+        return getattr(root, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What a pass puts on the graph belongs to the converted module; plain state of the view does not.
+        if name.startswith("_ampfx"):
+            self.__dict__["root"].__dict__[name] = value
+        elif isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            self.__dict__[name] = value
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph; after an edit call :meth:`recompile`."""
+        graph = self.__dict__["_graph"]
+        assert isinstance(graph, fx.Graph)
+        return graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        self.__dict__["_graph"] = graph
+        graph.owning_module = self
+        self.recompile()
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph."""
+        return str(self.__dict__["_code"])
+
+    def recompile(self) -> fx.graph.PythonCode:
+        """Generate the code that :meth:`forward` runs."""
+        python_code = self.graph.python_code(root_module="self")
+        self.__dict__["_code"] = python_code.src
+        self.__dict__["run"] = compile_graph(python_code)
+        return python_code
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the graph on the leaves of the inputs; returns the leaves of the result."""
+        return self.__dict__["run"](self.__dict__["root"], *inputs)
+
+
+def compile_graph(python_code: fx.graph.PythonCode) -> Callable[..., Any]:
+    """The function of generated code; its lines show in tracebacks."""
+    filename = f"<ampfx graph {next(_numbers)}>"
+    lines = python_code.src.splitlines(keepends=True)
+    linecache.cache[filename] = (len(python_code.src), None, lines, filename)
+    namespace = dict(python_code.globals)
+    exec(compile(python_code.src, filename, "exec"), namespace)
+    function = namespace["forward"]
+    assert callable(function)
+    return function  # type: ignore[no-any-return]
