@@ -26,6 +26,7 @@ class Weights(nn.Module):
         torch.manual_seed(0)
         self.w = nn.Parameter(torch.randn(4, 4) / 2)
         self.v = nn.Parameter(torch.randn(4, 4) / 2)
+        self.state: torch.Tensor
         self.register_buffer("state", torch.zeros(4, 4))
         self.function = function
 
@@ -94,6 +95,14 @@ def test_constants_that_do_not_fit() -> None:
 
     assert decisions(decide(tiny, low=torch.float16))["add"] == HIGH
     assert decisions(decide(tiny))["add"] == LOW
+
+
+def test_scalar_tensors_that_do_not_fit() -> None:
+    def mask(m: Weights, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.where(x > 0, F.linear(x, m.w), torch.tensor(-1e9)), -1)
+
+    assert decisions(decide(mask, low=torch.float16))["where"] == HIGH
+    assert decisions(decide(mask))["where"] == LOW
 
 
 def test_squares_in_float16_and_what_follows_them() -> None:

@@ -37,7 +37,8 @@ def recast(gm: GraphModule, value: Node, dtype: torch.dtype) -> Node:
 
 
 def named(gm: GraphModule, name: str) -> Node:
-    return next(node for node in gm.graph.nodes if node.name == name)
+    found: Node = next(node for node in gm.graph.nodes if node.name == name)
+    return found
 
 
 def fold(gm: GraphModule) -> bool:

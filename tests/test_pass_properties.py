@@ -27,7 +27,7 @@ STEPS: dict[str, Step] = {
     "product": lambda m, a, b: F.linear(a, m.v) / 2,
     "sum": lambda m, a, b: (a + b) / 2,
     "times": lambda m, a, b: torch.tanh(a * b),
-    "view": lambda m, a, b: a.view(16).view(4, 4),
+    "view": lambda m, a, b: a.reshape(16).view(4, 4),
     "transpose": lambda m, a, b: a.t(),
     "relu": lambda m, a, b: torch.relu(a),
     "softmax": lambda m, a, b: torch.softmax(a, -1),
@@ -48,7 +48,7 @@ STEPS: dict[str, Step] = {
 }
 WRITES: dict[str, Step] = {
     "add_": lambda m, a, b: a.clone().add_(b).mul_(0.5),
-    "view_": lambda m, a, b: _write_view(a.clone(), b),
+    "view_": lambda m, a, b: _write_view(a.contiguous().clone(), b),
     "product_": lambda m, a, b: _write_view(F.linear(a, m.w), b).tanh_(),
     "setitem": lambda m, a, b: _set_rows(a * 1.0, b),
     "fill_": lambda m, a, b: torch.tanh(F.linear(a, m.v).masked_fill_(b > 0, -1e9)),
