@@ -20,7 +20,6 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ampfx import grad_scaling
-from ampfx.composites import run_composite
 from ampfx.dtypes import TensorSpec, is_low, short_name
 from ampfx.graph_utils import get_attribute, op_of, spec
 from ampfx.node_report import ENTER, LEAVE
@@ -82,8 +81,6 @@ def _conversions(node: Node) -> Iterator[tuple[Node, TensorSpec, torch.dtype, Ho
         yield from _conversion(node.args[0], node.args[1], "cast")
     elif op_of(node) in AUTHOR_CASTS and node.args:
         yield from _conversion(node.args[0], current_float(node), "author")
-    elif node.target is run_composite:
-        yield from _told(node, node.kwargs.get("dtype"))
     elif node.meta.get("given_dtype") and op_of(node) not in FACTORIES and op_of(node) not in LIKE_OPS:
         yield from _told(node, node.kwargs.get("dtype"))
 
