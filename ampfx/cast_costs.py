@@ -95,8 +95,6 @@ class CutBuilder:
             self._read.add(value)
             if value in self.pins.nominal:
                 self._imply(value, target)
-            if self._decided(target) and self._decided(self.variables.value_variable(value)):
-                continue
             version = self._versions.get(facts_of(value).group, 0)
             key = (value, facts.region.grad, facts.region.opaque, version)
             spares = (need is Need.NATIVE and native) or (dtype_arg and need is Need.SAME)
@@ -129,6 +127,10 @@ class CutBuilder:
         for key in {**self._shared, **self._native}:
             value = key[0]
             owner = self.variables.value_variable(value)
+            # A decided reader still matters where another is free: its cast is there to be shared.
+            readers = (*self._shared.get(key, ()), *self._native.get(key, ()))
+            if self._decided(owner) and all(map(self._decided, readers)):
+                continue
             shared = _distinct(self._shared.get(key, ()))
             native = _distinct(self._native.get(key, ()))
             weight, backward = self._weights(value, key[1])

@@ -74,6 +74,8 @@ def test_autocast_dtype_is_noted() -> None:
 def test_moves_go_low_only_if_every_reader_is_low() -> None:
     low = decide(lambda m, x: (lambda r: F.linear(r, m.w) * F.linear(r.t(), m.v))(torch.relu(x.sin())))
     assert decisions(low)["t"] == LOW  # one cast of relu serves both products
+    tied = decide(lambda m, x: m.w @ m.w.t() + F.linear(x, m.v))
+    assert decisions(tied)["t"] == LOW  # also where what is cast is a parameter
     narrow = decide(lambda m, x: F.linear(torch.relu(x.sin())[1:], m.w))
     assert decisions(narrow)["getitem"] == HIGH  # fewer elements to cast behind the slice
     seen = decide(lambda m, x: (lambda r: (F.linear(r, m.w), r > 0.5))(torch.relu(x.sin())))
