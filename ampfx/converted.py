@@ -85,13 +85,13 @@ class Conversion:
         for entry in self.entries:
             if entry.key == key and entry.captured.inputs == structure and entry.host.matches():
                 try:
-                    result = entry.run(root, leaves)
+                    result = entry.run(leaves)
                 except GuardFailure:
                     continue
                 self._use(entry)
                 return result
         entry = self.capture(root, args, kwargs)
-        return entry.run(root, leaves)
+        return entry.run(leaves)
 
     def _use(self, entry: GraphEntry) -> None:
         self.current = entry
@@ -192,10 +192,6 @@ class ConvertedModule(fx.GraphModule):
         """The model's forward, in mixed precision."""
         return self._ampfx.call(self, args, kwargs)
 
-    @property
-    def _ampfx_root(self) -> ConvertedModule:
-        return self
-
     # ------------------------------------------------------------------ looking
 
     @property
@@ -216,7 +212,7 @@ class ConvertedModule(fx.GraphModule):
         """Generate the code anew after an edit of :attr:`graph`."""
         entry = self._ampfx.entry(self, "graph")
         code = entry.view.recompile()
-        entry.checked = entry.view.__dict__["run"]
+        entry.checked = entry.view.__dict__["_run"]
         return code
 
     def print_readable(self, *args: Any, **kwargs: Any) -> str:

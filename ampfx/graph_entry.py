@@ -80,15 +80,15 @@ class GraphEntry:
     written_tensors: tuple[str, ...] = ()
     stages: list[tuple[str, str]] = field(default_factory=list)
 
-    def run(self, root: nn.Module, leaves: list[Any]) -> Any:
+    def run(self, leaves: list[Any]) -> Any:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
         if self.data_guards or not self.shapes_known(leaves):
-            with self._undone_on_error(root, leaves):
-                values = self.checked(root, *leaves)
+            with self._undone_on_error(leaves):
+                values = self.checked(self.view.__dict__["_ampfx_host"], *leaves)
             if not self.data_guards and len(self.verified) < _MAX_VERIFIED:
                 self.verified.add(shape_key(leaves))
         else:
-            values = self.view.__dict__["run"](root, *leaves)
+            values = self.view.forward(*leaves)
         return unflatten(self.captured.outputs, values)
 
     def shapes_known(self, leaves: list[Any]) -> bool:
@@ -96,8 +96,8 @@ class GraphEntry:
         return not self.captured.late_guards or shape_key(leaves) in self.verified
 
     @contextlib.contextmanager
-    def _undone_on_error(self, root: nn.Module, leaves: list[Any]) -> Iterator[None]:
-        tensors = [get_attribute(root, name) for name in self.written_tensors]
+    def _undone_on_error(self, leaves: list[Any]) -> Iterator[None]:
+        tensors = [get_attribute(self.view, name) for name in self.written_tensors]
         tensors += [leaves[index] for index in self.written_inputs]
         copies = [tensor.detach().clone() for tensor in tensors]
         random = torch.get_rng_state()

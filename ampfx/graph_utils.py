@@ -66,8 +66,8 @@ def float_inputs(node: Node) -> Iterator[Node]:
 
 
 def get_attribute(root: Any, target: str) -> Any:
-    """The object that a ``get_attr`` node reads."""
-    value = root
+    """The object that a ``get_attr`` node reads; names of the model win over those of a GraphModule."""
+    value = getattr(root, "_ampfx_host", root)
     for part in target.split("."):
         value = getattr(value, part)
     return value

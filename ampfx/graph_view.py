@@ -17,6 +17,29 @@ from torch import fx, nn
 _numbers = itertools.count()
 
 
+class Host:
+    """What generated code reads attributes from: those of a module, whatever they are called.
+
+    A model may have a parameter named ``graph`` or ``code``; on the converted module these names mean
+    something else. Here only the module's own tensors, submodules and attributes are found.
+    """
+
+    __slots__ = ("_ampfx_root",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ampfx_root = module
+
+    def __getattr__(self, name: str) -> Any:
+        stores = self._ampfx_root.__dict__
+        if name in stores["_parameters"]:
+            return stores["_parameters"][name]
+        if name in stores["_modules"]:
+            return stores["_modules"][name]
+        if name in stores["_buffers"]:
+            return stores["_buffers"][name]
+        return stores[name] if name in stores else getattr(self._ampfx_root, name)
+
+
 class GraphView(fx.GraphModule):
     """One graph over the attributes of ``root``.
 
@@ -31,7 +54,7 @@ class GraphView(fx.GraphModule):
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(
-            root=root,
+            _ampfx_host=Host(root),
             _graph=graph,
             meta={},
             _tracer_cls=None,
@@ -41,25 +64,32 @@ class GraphView(fx.GraphModule):
             _create_node_hooks=[],
             _erase_node_hooks=[],
             _code="",
-            run=None,
+            _run=None,
         )
         self.training = root.training
-        graph.owning_module = self
+        graph.owning_module = None  # lint would look the attributes up by their names here
 
     def __getattr__(self, name: str) -> Any:
-        root = self.__dict__.get("root")
-        if root is None:
+        host = self.__dict__.get("_ampfx_host")
+        if host is None:
             raise AttributeError(name)
-        return getattr(root, name)
+        return getattr(host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What a pass puts on the graph belongs to the converted module; plain state of the view does not.
         if name.startswith("_ampfx"):
-            self.__dict__["root"].__dict__[name] = value
+            vars(self.root)[name] = value
         elif isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         else:
             self.__dict__[name] = value
+
+    @property
+    def root(self) -> nn.Module:
+        """The module whose attributes the graph reads."""
+        root = self.__dict__["_ampfx_host"]._ampfx_root
+        assert isinstance(root, nn.Module)
+        return root
 
     @property
     def graph(self) -> fx.Graph:
@@ -71,7 +101,7 @@ class GraphView(fx.GraphModule):
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
         self.__dict__["_graph"] = graph
-        graph.owning_module = self
+        graph.owning_module = None
         self.recompile()
 
     @property
@@ -83,12 +113,12 @@ class GraphView(fx.GraphModule):
         """Generate the code that :meth:`forward` runs."""
         python_code = self.graph.python_code(root_module="self")
         self.__dict__["_code"] = python_code.src
-        self.__dict__["run"] = compile_graph(python_code)
+        self.__dict__["_run"] = compile_graph(python_code)
         return python_code
 
     def forward(self, *inputs: Any) -> Any:
         """Run the graph on the leaves of the inputs; returns the leaves of the result."""
-        return self.__dict__["run"](self.__dict__["root"], *inputs)
+        return self.__dict__["_run"](self.__dict__["_ampfx_host"], *inputs)
 
 
 def compile_graph(python_code: fx.graph.PythonCode) -> Callable[..., Any]:
