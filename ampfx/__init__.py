@@ -17,11 +17,13 @@ from ampfx.loss_scale import LossScale
 from ampfx.optimizer import LossScaleOptimizer
 from ampfx.options import OptionError
 from ampfx.policy import Override, Policy
+from ampfx.report import Explanation, Report
 
 __all__ = [
     "AmpfxError",
     "CaptureError",
     "ConvertedModule",
+    "Explanation",
     "GuardError",
     "LossScale",
     "LossScaleError",
@@ -31,6 +33,7 @@ __all__ = [
     "Override",
     "Policy",
     "PolicyError",
+    "Report",
     "VerifyError",
     "convert",
 ]

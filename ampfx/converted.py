@@ -31,6 +31,7 @@ from ampfx.options import Options
 from ampfx.passes import PassManager
 from ampfx.policy import check_matches
 from ampfx.printing import format_graph
+from ampfx.report import Explanation, Report, build_report, explain
 from ampfx.runtime import GuardFailure
 
 _COPIED_STORES = (
@@ -225,7 +226,6 @@ class ConvertedModule(fx.GraphModule):
 
     def report(self) -> Report:
         """What runs in which dtype, and why; casts and bytes."""
-        from ampfx.report import build_report
         entry = self._ampfx.entry(self, "report")
         return build_report(
             entry.view, entry.context, title=entry.title, mode="train" if entry.training else "eval", inputs=_inputs(entry)
@@ -233,7 +233,6 @@ class ConvertedModule(fx.GraphModule):
 
     def explain(self, node_or_module_path: str) -> Explanation:
         """Why a node, or each node of a module, has its dtype."""
-        from ampfx.report import explain
         entry = self._ampfx.entry(self, "explanation")
         return explain(entry.view, entry.context, node_or_module_path)
 
