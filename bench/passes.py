@@ -1,4 +1,4 @@
-"""Seconds of each pass on a synthetic transformer graph: ``python bench/passes.py [nodes ...]``.
+"""Seconds of each pass on a synthetic transformer graph: ``python -m bench.passes [nodes ...]``.
 
 The graph is written down, not recorded, so that only the passes are measured. One thread.
 """
