@@ -6,7 +6,8 @@ A cast reads every element once and writes it once. It is counted here, for one 
 2. a conversion fused into an unscale or scale node, one for each value that it converts.
 
 Told apart from these, since they move no bytes of their own or are not ours: ops that convert while they
-read (``dtype=`` arguments), and casts that the model's author wrote and that do convert.
+read (``dtype=`` arguments), and casts that the model's author wrote and that do convert. What a kernel
+converts inside is not in the graph and not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CastReport:
         num_bytes: bytes read and written for the example inputs; 0 for a ``dtype=`` argument.
         content: what is converted.
         how: by an inserted cast, fused into a scaling node, by a ``dtype=`` argument, or by the author.
-        module_path: the module it stands in.
+        module_path: the module it stands in; for a fused cast of a parameter, the one that owns it.
     """
 
     node: str
@@ -107,6 +108,9 @@ def _cast(
     content: Content = "back to float32"
     if is_low(after):
         content = "weights" if _is_weight(gm, origin) else "activations"
+    place = str(node.meta.get("module_path") or "")
+    if how == "fused" and origin.op == "get_attr":
+        place = str(origin.target).rpartition(".")[0]  # one call serves the parameters of several modules
     moved = int(before.numel) * (before.dtype.itemsize + after.itemsize)
     return CastReport(
         node=node.name,
@@ -116,7 +120,7 @@ def _cast(
         num_bytes=0 if how == "dtype argument" else moved,
         content=content,
         how=how,
-        module_path=str(node.meta.get("module_path") or ""),
+        module_path=place,
     )
 
 

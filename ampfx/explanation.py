@@ -23,6 +23,7 @@ from ampfx.node_report import NodeReport, NodeTable, follow, node_table
 from ampfx.text_layout import listed, paragraph, plural
 
 MAX_LINES = 40
+MAX_STEPS = 12
 
 _CAUSES = {
     "rule": "the rule for {op}",
@@ -53,7 +54,7 @@ class Explanation:
         found: what has this name.
         nodes: the node; a module's nodes, in the graph's order.
         steps: a node's chain of reasons, from the node to the cause; empty for a module.
-        casts: the conversions in a module.
+        casts: the conversions in a module, or of a node's result.
         low: the low dtype (``bf16``, ``f16``).
         policy: name of the policy.
         also: nodes of a module that has the same name as the node.
@@ -113,7 +114,9 @@ def explain(gm: GraphModule, ctx: ConversionContext, what: str) -> Explanation:
     if node is None:
         raise UnknownNameError(_unknown(nodes, what))
     also = tuple(item.name for item in inside if item.role == "op")
-    return Explanation(what, "node", (node,), follow(nodes, node.name), (), low, policy, also)
+    value = node.target or node.name
+    casts = tuple(cast for cast in cast_reports(gm) if cast.value == value and cast.num_bytes)
+    return Explanation(what, "node", (node,), follow(nodes, node.name), casts, low, policy, also)
 
 
 def _below(path: str, module: str) -> bool:
@@ -160,9 +163,12 @@ def _runs_in(node: NodeReport) -> str:
 def _node_lines(explanation: Explanation) -> Iterator[str]:
     (node,) = explanation.nodes
     yield from paragraph(" ".join(_sentences(explanation, node)))
-    if len(explanation.steps) > 1:
-        for step in explanation.steps[1:]:
-            yield from paragraph(f"- {step.name} is {_runs_in(step)}: {step.reason}", 2, 4)
+    steps = [f"- {step.name} is {_runs_in(step)}: {step.reason}" for step in explanation.steps[1:]]
+    if len(steps) > MAX_STEPS:
+        left_out = plural(len(steps) - MAX_STEPS + 1, "more step")
+        steps[MAX_STEPS - 3 : -2] = [f"  ... {left_out}"]
+    for step in steps:
+        yield from paragraph(step, 2, 4)
     cause = explanation.cause
     if cause is not None and cause.kind != "untouched":
         words = _CAUSES.get(cause.kind, cause.kind).format(op=cause.op, name=cause.name)
@@ -187,6 +193,9 @@ def _sentences(explanation: Explanation, node: NodeReport) -> Iterator[str]:
     if place:
         yield f"It stands {' '.join(place)}."
     yield from _compared(explanation, node)
+    if explanation.casts:
+        names = listed(dict.fromkeys(f"{cast.node} ({cast.to_dtype})" for cast in explanation.casts))
+        yield f"It is cast in {names}."
     if explanation.also:
         yield f"A module has this name too, with {listed(explanation.also)}."
 

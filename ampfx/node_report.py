@@ -94,7 +94,8 @@ class NodeReport:
     @property
     def lowered(self) -> bool:
         """Whether ``torch.autocast`` would run this operation more precisely."""
-        return self.is_low and self.autocast_dtype == "f32"
+        forced = self.kind == "override" and self.cls == "deny"  # what follows is simulated from there
+        return self.is_low and (forced or self.autocast_dtype == "f32")
 
     def to_dict(self) -> dict[str, Any]:
         """The node as plain data."""
@@ -162,12 +163,12 @@ def node_table(gm: GraphModule) -> NodeTable:
 
 def follow(nodes: NodeTable, name: str) -> tuple[NodeReport, ...]:
     """The nodes from this one to the cause of its dtype."""
-    steps: list[NodeReport] = []
+    steps: dict[str, NodeReport] = {}
     node = nodes.get(name)
-    while node is not None and node not in steps:
-        steps.append(node)
+    while node is not None and node.name not in steps:
+        steps[node.name] = node
         node = nodes.get(node.chain[1]) if len(node.chain) > 1 else None
-    return tuple(steps)
+    return tuple(steps.values())
 
 
 def _report(node: Node) -> NodeReport:

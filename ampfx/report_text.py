@@ -42,7 +42,7 @@ def _header(report: Report) -> Iterator[str]:
     yield from paragraph(f"Mixed precision of {report.title}, {report.mode} graph", hang=2)
     overrides = f" with {plural(report.num_overrides, 'override')}" if report.num_overrides else ""
     yield from paragraph(
-        f"low dtype {report.dtype}, device {report.device}, policy {report.policy}{overrides}, "
+        f"low dtype {report.dtype} on {report.device}, policy {report.policy}{overrides}, "
         f"objective {report.objective}, loss scale {report.loss_scale}",
         2,
     )
@@ -85,16 +85,18 @@ def _casts(report: Report) -> Iterator[str]:
 
 
 def _float32(report: Report) -> Iterator[str]:
-    groups: dict[str, list[NodeReport]] = {}
+    groups: dict[tuple[str, str], list[NodeReport]] = {}
     for node in report.nodes:
         if node.is_float32:
-            groups.setdefault(general_reason(node), []).append(node)
+            cause = report.nodes.get(node.cause)
+            why = general_reason(cause) if cause is not None else ""
+            groups.setdefault((general_reason(node), why), []).append(node)
     if not groups:
         yield "Nothing runs in float32."
         return
     yield f"Operations in float32, by reason: {sum(map(len, groups.values()))}"
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    for reason, nodes in ordered[:MAX_REASONS]:
+    for (reason, _), nodes in ordered[:MAX_REASONS]:
         yield from paragraph(f"{len(nodes):5d}  {reason}", 2, 9)
         yield from paragraph(_example(nodes, report.nodes), 9, 11)
     yield from _left_out(len(ordered) - MAX_REASONS, "more reason")
@@ -120,7 +122,7 @@ def _example(nodes: Sequence[NodeReport], table: NodeTable) -> str:
     first = nodes[0]
     text = f"e.g. {_placed(first)}"
     cause = table.get(first.cause)
-    if cause is not None and cause.name != first.name:
+    if cause is not None and cause.name != first.name and cause.kind != "cut":
         text += f", because of {cause.name}: {cause.reason}"
     return text
 
@@ -139,12 +141,15 @@ def _differences(report: Report) -> Iterator[str]:
         yield from _left_out(len(raised) - MAX_NODES, "more")
     if lowered:
         yield f"Less precise than under torch.autocast: {len(lowered)}"
-        names = listed((node.name for node in lowered), 8)
-        if report.policy == "autocast":
-            names += ": they only move values, and all their readers take them low"
-        else:
-            names += f": policy {report.policy} allows it"
-        yield from paragraph(names, 2)
+        asked = [node.name for node in lowered if node.kind == "override"]
+        chosen = [node.name for node in lowered if node.kind != "override"]
+        if asked:
+            yield from paragraph(f"{listed(asked, 8)}: overrides ask for it", 2, 4)
+        why = "they only move values, and all that read them take them low"
+        if report.policy != "autocast":
+            why = f"policy {report.policy} allows it"
+        if chosen:
+            yield from paragraph(f"{listed(chosen, 8)}: {why}", 2, 4)
 
 
 def _unknown(report: Report) -> Iterator[str]:
