@@ -21,7 +21,7 @@ from ampfx.pins import CONSTANT_FACTORIES
 
 Step = Callable[[Weights, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Each keeps the shape [4, 4] and the values bounded, so that float32 and low can be compared.
+# Each keeps the shape [4, 4], is continuous and bounded, so that float32 and low can be compared.
 STEPS: dict[str, Step] = {
     "linear": lambda m, a, b: torch.tanh(F.linear(a, m.w)),
     "product": lambda m, a, b: F.linear(a, m.v) / 2,
@@ -51,7 +51,7 @@ WRITES: dict[str, Step] = {
     "view_": lambda m, a, b: _write_view(a.contiguous().clone(), b),
     "product_": lambda m, a, b: _write_view(F.linear(a, m.w), b).tanh_(),
     "setitem": lambda m, a, b: _set_rows(a * 1.0, b),
-    "fill_": lambda m, a, b: torch.tanh(F.linear(a, m.v).masked_fill_(b > 0, -1e9)),
+    "fill_": lambda m, a, b: torch.tanh(F.linear(a, m.v).masked_fill_(torch.eye(4) > 0, -1e9)),
 }
 
 
