@@ -443,7 +443,7 @@ def test_a_converted_transformer(low: torch.dtype) -> None:
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_the_counts_are_what_a_forward_pass_dispatches(low: torch.dtype) -> None:
-    # With dropout, attention runs on the CPU in several kernels that cast between them: not the graph's casts.
+    # With dropout, attention runs on the CPU in several kernels that cast between them.
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     x = torch.randn(2, 5, 16)
     model = ampfx.convert(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (x,), dtype=low)
