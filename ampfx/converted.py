@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ampfx.capture.capture import Capture, is_input_leaf
+from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
+from ampfx.capture.inputs import is_input_leaf
+from ampfx.capture.plain_run import failing_line, first_call, plain_run
 from ampfx.capture.structure import flatten
 from ampfx.context import ConversionContext
 from ampfx.errors import CaptureError, NotCapturedError
@@ -61,7 +63,11 @@ class Conversion:
     """
 
     def __init__(
-        self, options: Options, original: type[nn.Module], forward: Callable[..., Any] | None, scale: ModuleScale | None
+        self,
+        options: Options,
+        original: type[nn.Module],
+        forward: Callable[..., Any] | None,
+        scale: ModuleScale | None,
     ) -> None:
         self.options, self.original, self.instance_forward, self.scale = options, original, forward, scale
         self.entries: list[GraphEntry] = []
@@ -73,6 +79,8 @@ class Conversion:
 
     def call(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the converted forward."""
+        if torch.compiler.is_compiling():
+            return self.call_compiling(root, args, kwargs)
         leaves: list[Any] = []
         structure = flatten((args, kwargs), is_input_leaf, leaves)
         key = call_key(leaves)
@@ -82,7 +90,9 @@ class Conversion:
                 return self._call(root, args, kwargs, structure, key, leaves)
         return self._call(root, args, kwargs, structure, key, leaves)
 
-    def _call(self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]) -> Any:
+    def _call(
+        self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]
+    ) -> Any:
         for entry in self.entries:
             if entry.key == key and entry.captured.inputs == structure and entry.host.matches():
                 try:
@@ -93,6 +103,19 @@ class Conversion:
                 return result
         entry = self.capture(root, args, kwargs)
         return entry.run(leaves)
+
+    def call_compiling(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward as ``torch.compile`` sees it: the graph of the current mode, with its guards."""
+        for entry in self.entries:
+            if entry.training == root.training and entry.key[0] == torch.is_grad_enabled():
+                return entry.run_compiling(args, kwargs)
+        for entry in self.entries:
+            if entry.training == root.training:
+                return entry.run_compiling(args, kwargs)
+        raise NotCapturedError(
+            f"torch.compile needs the graph of {self.original.__name__} for this mode: call the converted module once in "
+            "this mode (train or eval) before compiling, or give convert example_inputs="
+        )
 
     def _use(self, entry: GraphEntry) -> None:
         self.current = entry
@@ -112,10 +135,7 @@ class Conversion:
         prefix = f"_ampfx_constant_{self.captures}_"
         leaves: list[Any] = []
         flatten((args, kwargs), is_input_leaf, leaves)
-        try:
-            captured = Capture(root, forward, prefix).run(args, kwargs)
-        except CaptureError as error:
-            raise CaptureError(f"{self.original.__name__} cannot be captured: {error}") from error
+        captured = self._record(root, forward, prefix, args, kwargs)
         entry = make_entry(root, captured, leaves, self.lower, self.original.__name__)
         self.captures += 1
         if len(self.entries) >= self.options.max_graphs:
@@ -126,6 +146,28 @@ class Conversion:
         for text in entry.context.warnings:
             warnings.warn(text, stacklevel=6)
         return entry
+
+    def _record(
+        self, root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any
+    ) -> Captured:
+        """Record the forward; tell an error of the model from one of the recording."""
+        try:
+            try:
+                return Capture(root, forward, prefix).run(args, kwargs)
+            except UnstableAttributeError:
+                # Many models set themselves up at their first call. Let them, then look again.
+                with first_call(root, forward, args, kwargs):
+                    return Capture(root, forward, prefix).run(args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(f"{self.original.__name__} cannot be captured: {error}") from error
+        except Exception as error:
+            line = failing_line(error)
+            with plain_run(root):
+                forward(*args, **kwargs)  # raises the model's own error if it is one
+            raise CaptureError(
+                f"{self.original.__name__} cannot be captured: at {line} its forward does something that runs with plain "
+                f"values and fails while it is recorded ({type(error).__name__}: {error})"
+            ) from error
 
     @staticmethod
     def _forget(root: nn.Module, entry: GraphEntry) -> None:
@@ -228,7 +270,11 @@ class ConvertedModule(fx.GraphModule):
         """What runs in which dtype, and why; casts and bytes."""
         entry = self._ampfx.entry(self, "report")
         return build_report(
-            entry.view, entry.context, title=entry.title, mode="train" if entry.training else "eval", inputs=_inputs(entry)
+            entry.view,
+            entry.context,
+            title=entry.title,
+            mode="train" if entry.training else "eval",
+            inputs=_inputs(entry),
         )
 
     def explain(self, node_or_module_path: str) -> Explanation:
@@ -247,13 +293,21 @@ class ConvertedModule(fx.GraphModule):
 
     def __copy__(self) -> ConvertedModule:
         twin = object.__new__(type(self))
-        vars(twin).update({name: value for name, value in vars(self).items() if not name.startswith("_ampfx")})
+        vars(twin).update(
+            {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
+        )
         return _attach(twin, self._ampfx)
 
     def __reduce__(self) -> Any:
         state = {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
         conversion = self._ampfx
-        return _rebuild, (conversion.original, conversion.options, conversion.instance_forward), state, None, None
+        return (
+            _rebuild,
+            (conversion.original, conversion.options, conversion.instance_forward),
+            state,
+            None,
+            None,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()
@@ -272,7 +326,11 @@ class ConvertedModule(fx.GraphModule):
 
 
 def _inputs(entry: GraphEntry) -> str:
-    specs = [node.meta.get("val_float32", node.meta.get("val")) for node in entry.view.graph.nodes if node.op == "placeholder"]
+    specs = [
+        node.meta.get("val_float32", node.meta.get("val"))
+        for node in entry.view.graph.nodes
+        if node.op == "placeholder"
+    ]
     return ", ".join("x".join(map(str, spec.shape)) if hasattr(spec, "shape") else "number" for spec in specs)
 
 
@@ -302,7 +360,10 @@ def wrap(model: nn.Module, options: Options) -> ConvertedModule:
 
 
 def _finish(
-    converted: ConvertedModule, options: Options, original: type[nn.Module], forward: Callable[..., Any] | None
+    converted: ConvertedModule,
+    options: Options,
+    original: type[nn.Module],
+    forward: Callable[..., Any] | None,
 ) -> ConvertedModule:
     part = register_model(converted, options.loss_scale, options.dtype)
     vars(converted)["_ampfx"] = Conversion(options, original, forward, part)
@@ -317,5 +378,7 @@ def _attach(twin: ConvertedModule, conversion: Conversion) -> ConvertedModule:
     return _finish(twin, conversion.options, conversion.original, forward)
 
 
-def _rebuild(original: type[nn.Module], options: Options, forward: Callable[..., Any] | None) -> ConvertedModule:
+def _rebuild(
+    original: type[nn.Module], options: Options, forward: Callable[..., Any] | None
+) -> ConvertedModule:
     return _finish(object.__new__(converted_class(original)), options, original, forward)

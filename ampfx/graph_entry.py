@@ -41,7 +41,9 @@ def call_key(leaves: list[Any]) -> tuple[Any, ...]:
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             first = seen.setdefault(id(leaf), index)
-            parts.append((leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout))
+            parts.append(
+                (leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout)
+            )
         else:
             parts.append(type(leaf))
     return tuple(parts)
@@ -50,6 +52,19 @@ def call_key(leaves: list[Any]) -> tuple[Any, ...]:
 def shape_key(leaves: list[Any]) -> tuple[Any, ...]:
     """The shapes and numbers of a call."""
     return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+def plain_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors and numbers among the arguments of a call, lists and dicts opened, in order."""
+    leaves: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (tuple, list)):
+            leaves += plain_leaves(tuple(value), {})
+        elif isinstance(value, dict):
+            leaves += plain_leaves((), value)
+        elif isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool):
+            leaves.append(value)
+    return leaves
 
 
 @dataclass
@@ -78,7 +93,7 @@ class GraphEntry:
     verified: set[tuple[Any, ...]] = field(default_factory=set)
     written_inputs: tuple[int, ...] = ()
     written_tensors: tuple[str, ...] = ()
-    stages: list[tuple[str, str]] = field(default_factory=list)
+    num_inputs: int = 0
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
@@ -91,6 +106,18 @@ class GraphEntry:
             values = self.view.forward(*leaves)
         return unflatten(self.captured.outputs, values)
 
+    def run_compiling(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run with all guards and without bookkeeping, in a form that ``torch.compile`` can trace."""
+        leaves = plain_leaves(args, kwargs)
+        if len(leaves) != self.num_inputs:
+            raise AmpfxError(
+                f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}"
+            )
+        values = self.checked(self.view.__dict__["_ampfx_host"], *leaves)
+        if self.captured.outputs.kind is None:
+            return values[0]
+        return unflatten(self.captured.outputs, values)
+
     def shapes_known(self, leaves: list[Any]) -> bool:
         """Whether the guards on shapes are known to hold for these inputs."""
         return not self.captured.late_guards or shape_key(leaves) in self.verified
@@ -101,7 +128,9 @@ class GraphEntry:
         tensors += [leaves[index] for index in self.written_inputs]
         copies = [tensor.detach().clone() for tensor in tensors]
         random = torch.get_rng_state()
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        cuda = (
+            torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        )
         grad = torch.is_grad_enabled()
         try:
             yield
@@ -155,6 +184,7 @@ def make_entry(
         data_guards=bool(data_guards),
         written_inputs=written_inputs,
         written_tensors=written_tensors,
+        num_inputs=len(leaves),
     )
     captured.late_guards = bool(shape_guards or data_guards)
     entry.verified.add(shape_key(leaves))

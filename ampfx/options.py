@@ -60,7 +60,9 @@ def make_options(
     if blocks is not None:
         raise OptionError("blocks= is not there yet: models are converted whole")
     if cache_weights:
-        raise OptionError("cache_weights=True is not there yet: low-precision weights are cast in each forward")
+        raise OptionError(
+            "cache_weights=True is not there yet: low-precision weights are cast in each forward"
+        )
     if objective is not None and objective not in OBJECTIVES:
         raise OptionError(f"objective={objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:

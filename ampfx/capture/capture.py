@@ -12,9 +12,7 @@ Steps:
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +22,14 @@ import torch.utils.checkpoint
 from torch import fx, nn
 
 from ampfx import runtime
+from ampfx.capture.attributes import MISSING, ModuleState, harmless, restore_attributes, snapshot_attributes
 from ampfx.capture.holders import HeldTensors
+from ampfx.capture.inputs import copy_leaves, is_input_leaf, is_output_leaf, leaf_names
 from ampfx.capture.interception import intercepting
+from ampfx.capture.random_state import python_state, random_state
 from ampfx.capture.recorder import Recorder, source_line, to_plain
 from ampfx.capture.structure import Structure, flatten, unflatten
-from ampfx.capture.symbols import TracedFloat, TracedInt, is_traced
+from ampfx.capture.symbols import TracedFloat, TracedInt
 from ampfx.errors import CaptureError
 from ampfx.graph_utils import is_impure
 
@@ -61,14 +62,8 @@ class Captured:
     module_calls: dict[str, int] = field(default_factory=dict)
 
 
-def is_input_leaf(value: Any) -> bool:
-    """The leaves of the inputs that vary from call to call: tensors and numbers."""
-    return isinstance(value, torch.Tensor) or type(value) in (int, float) or is_traced(value)
-
-
-def is_output_leaf(value: Any) -> bool:
-    """The leaves of a result that the graph computes."""
-    return is_traced(value) or isinstance(value, torch.Tensor)
+class UnstableAttributeError(CaptureError):
+    """The forward changes a plain attribute; it may do so at its first call only."""
 
 
 class Capture:
@@ -79,7 +74,9 @@ class Capture:
         forward: called with the arguments; runs the model.
     """
 
-    def __init__(self, root: nn.Module, forward: Callable[..., Any], constant_prefix: str = "_ampfx_constant_") -> None:
+    def __init__(
+        self, root: nn.Module, forward: Callable[..., Any], constant_prefix: str = "_ampfx_constant_"
+    ) -> None:
         self.root, self.forward = root, forward
         self.paths: dict[int, str] = {}
         for path, module in root.named_modules(remove_duplicate=False):
@@ -95,13 +92,13 @@ class Capture:
         recorder, graph = self.recorder, self.recorder.graph
         leaves: list[Any] = []
         structure = flatten((args, kwargs), is_input_leaf, leaves)
-        copies = _copy_leaves(leaves)
+        copies = copy_leaves(leaves)
         placeholders, traced = self._placeholders(structure, copies)
         call_args, call_kwargs = unflatten(structure, traced)
-        before = _snapshot(self.root)
+        before = snapshot_attributes(self.root)
         try:
-            with _random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
-                python_random = random.getstate(), _numpy_state()
+            with random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
+                python_random = python_state()
                 with intercepting(self), recorder:
                     result = self._call_root(call_args, call_kwargs)
                     outputs: list[Any] = []
@@ -109,21 +106,23 @@ class Capture:
                     self._refuse_changed_inputs(structure, traced, (call_args, call_kwargs))
                     written = self._record_writes(before)
                     graph.output(tuple(self._output_node(item) for item in outputs))
-                if (random.getstate(), _numpy_state()) != python_random:
+                if python_state() != python_random:
                     raise CaptureError(
                         "forward draws random numbers from Python's or numpy's generator: a graph would repeat the "
                         "numbers of the capture for ever. Draw them with torch (torch.rand(())), or pass them in."
                     )
             mutated = tuple(self.held.changed())
         finally:
-            _restore(before)
+            restore_attributes(before)
             self.held.restore()
         self._drop_unread(placeholders)
         return Captured(
             graph=graph,
             inputs=structure,
             outputs=out_structure,
-            constants={name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")},
+            constants={
+                name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")
+            },
             written_attributes=written,
             mutated=mutated,
             late_guards=recorder.late_guards,
@@ -134,7 +133,7 @@ class Capture:
 
     def _placeholders(self, structure: Structure, leaves: list[Any]) -> tuple[list[fx.Node], list[Any]]:
         recorder = self.recorder
-        names = _leaf_names(structure, self.forward)
+        names = leaf_names(structure, self.forward)
         nodes, traced = [], []
         seen: dict[int, Any] = {}
         for name, leaf in zip(names, leaves, strict=True):
@@ -199,7 +198,9 @@ class Capture:
         finally:
             stack.pop()
 
-    def _call_hooked(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_hooked(
+        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Hooks stay calls; what stands between them is recorded as ever."""
         recorder = self.recorder
         if _only_weight_hooks(module):
@@ -220,7 +221,12 @@ class Capture:
             args = self._bind_opaque(inputs, args)
         result = module.forward(*args, **kwargs)
         if handle is not None:
-            end = recorder._create(runtime.end_backward_hooks, (self._part(handle, 0), recorder.to_fx(result)), {}, "call_function")
+            end = recorder._create(
+                runtime.end_backward_hooks,
+                (self._part(handle, 0), recorder.to_fx(result)),
+                {},
+                "call_function",
+            )
             result = self._bind_opaque(end, result)
         if module._forward_hooks:
             result = self._opaque(runtime.run_forward_hooks, owner, module, (args, kwargs, result))
@@ -231,7 +237,9 @@ class Capture:
         part.meta["val"] = None
         return part
 
-    def _opaque(self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _opaque(
+        self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]
+    ) -> Any:
         recorder = self.recorder
         node = recorder._create(function, (owner, *recorder.to_fx(args)), {}, "call_function")
         with recorder.paused():
@@ -283,7 +291,7 @@ class Capture:
 
     # ------------------------------------------------------------------ attributes that forward assigns
 
-    def _record_writes(self, before: list[_State]) -> tuple[tuple[str, str], ...]:
+    def _record_writes(self, before: list[ModuleState]) -> tuple[tuple[str, str], ...]:
         written = []
         for state in before:
             path = self.paths[id(state.module)]
@@ -291,8 +299,8 @@ class Capture:
                 leaves: list[Any] = []
                 flatten(value, is_output_leaf, leaves)
                 if not leaves:
-                    if value is _MISSING or not _harmless(value, state.attributes.get(name, _MISSING)):
-                        raise CaptureError(
+                    if value is MISSING or not harmless(value, state.attributes.get(name, MISSING)):
+                        raise UnstableAttributeError(
                             f"forward changes the attribute {path + '.' if path else ''}{name} of "
                             f"{type(state.module).__name__} "
                             f"from {state.attributes.get(name, 'nothing')!r} to {value!r}: a graph would not repeat that. "
@@ -310,16 +318,12 @@ class Capture:
         return tuple(written)
 
 
-_MISSING = object()
-
-
-def _harmless(new: Any, old: Any) -> bool:
-    return type(new) is type(old) and new is not old and not isinstance(new, (int, float, str, bool)) and new == old
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 
@@ -329,113 +333,6 @@ def _only_weight_hooks(module: nn.Module) -> bool:
     )
 
 
-class _State:
-    """The attributes of one module before the recording."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.attributes = {name: value for name, value in vars(module).items() if name not in _STORES}
-        self.stores = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
-        self.contents = {
-            name: list(value) if isinstance(value, list) else dict(value)
-            for name, value in self.attributes.items()
-            if type(value) in (list, dict)
-        }
-
-    def changes(self) -> list[tuple[str, Any]]:
-        """Names and new values of the attributes and buffers that are not what they were."""
-        now = vars(self.module)
-        changed = []
-        for name, value in now.items():
-            if name in _STORES or name.startswith("_ampfx"):
-                continue
-            old = self.attributes.get(name, _MISSING)
-            if (old is not value and not _same_plain(old, value)) or (name in self.contents and not _same_items(self.contents[name], value)):
-                changed.append((name, value))
-        changed += [(name, _MISSING) for name in self.attributes if name not in now]
-        for store, old_items in self.stores.items():
-            for name, value in now[store].items():
-                if old_items.get(name, _MISSING) is not value:
-                    changed.append((name, value))
-        return changed
-
-    def restore(self) -> None:
-        """Bring every attribute back, in place: the containers keep their identity."""
-        now = vars(self.module)
-        for name in [name for name in now if name not in _STORES and name not in self.attributes]:
-            if not name.startswith("_ampfx"):
-                del now[name]
-        for name, value in self.attributes.items():
-            now[name] = value
-        for name, content in self.contents.items():
-            value = self.attributes[name]
-            if isinstance(value, list):
-                value[:] = content
-            elif not _same_items(content, value):
-                value.clear()
-                value.update(content)
-        for store, items in self.stores.items():
-            if not _same_items(items, now[store]):
-                now[store].clear()
-                now[store].update(items)
-
-
-_STORES = frozenset(
-    ["_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_is_full_backward_hook"]
-)
-
-
-def _same_plain(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and isinstance(new, (int, float, str, bool, bytes)) and old == new
-
-
-def _same_items(old: Any, new: Any) -> bool:
-    if len(old) != len(new):
-        return False
-    if isinstance(old, dict):
-        return list(old) == list(new) and all(old[key] is new[key] or _same_plain(old[key], new[key]) for key in old)
-    return all(a is b or _same_plain(a, b) for a, b in zip(old, new, strict=True))
-
-
-def _snapshot(root: nn.Module) -> list[_State]:
-    return [_State(module) for module in root.modules()]
-
-
-def _restore(states: list[_State]) -> None:
-    for state in states:
-        state.restore()
-
-
-@contextlib.contextmanager
-def _random_state() -> Iterator[None]:
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    python, numpy_state = random.getstate(), _numpy_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            if random.getstate() != python:
-                random.setstate(python)
-            if _numpy_state() != numpy_state:
-                _set_numpy_state(numpy_state)
-
-
-def _numpy_state() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    name, keys, position, has_gauss, cached = numpy.random.get_state()  # type: ignore[misc]
-    return name, tuple(keys.tolist()), position, has_gauss, cached
-
-
-def _set_numpy_state(state: Any) -> None:
-    import numpy
-
-    if state is not None:
-        numpy.random.set_state((state[0], numpy.array(state[1], dtype=numpy.uint32), *state[2:]))
-
-
 def _device_type(leaves: list[Any], root: nn.Module) -> str:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -443,52 +340,3 @@ def _device_type(leaves: list[Any], root: nn.Module) -> str:
     for parameter in root.parameters():
         return parameter.device.type
     return "cpu"
-
-
-def _copy_leaves(leaves: list[Any]) -> list[Any]:
-    """Copies of the input tensors, so that a recorded in-place write does not reach the caller's."""
-    copies: dict[int, Any] = {}
-    result = []
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            result.append(leaf)
-            continue
-        if id(leaf) not in copies:
-            copy = leaf.detach().clone()
-            if leaf.requires_grad:
-                copy.requires_grad_()
-                if not leaf.is_leaf and torch.is_grad_enabled():
-                    copy = copy.clone()  # not a leaf: in-place writes are allowed on it
-            copies[id(leaf)] = copy
-        result.append(copies[id(leaf)])
-    return result
-
-
-def _leaf_names(structure: Structure, forward: Callable[..., Any]) -> list[str]:
-    """Names of the leaves of ``(args, kwargs)``, for placeholders."""
-    names: list[str] = []
-
-    def walk(part: Structure, name: str) -> None:
-        if part.kind is None:
-            names.append(name or "x")
-            return
-        keys: Any = [key for key in part.keys if key != "__dict__"] or range(len(part.children))
-        for key, child in zip(keys, part.children, strict=True):
-            suffix = "".join(ch if ch.isalnum() else "_" for ch in str(key))
-            walk(child, f"{name}_{suffix}" if name else suffix)
-
-    args, kwargs = structure.children
-    for name, child in zip(_positional_names(forward, len(args.children)), args.children, strict=True):
-        walk(child, name)
-    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
-        walk(child, "".join(ch if ch.isalnum() else "_" for ch in str(key)))
-    return names
-
-
-def _positional_names(forward: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    return names + [f"arg{index}" for index in range(len(names), count)]

@@ -42,7 +42,11 @@ class HostState:
         seen: dict[int, dict[str, Any]] = {}
         for module_dict in self._dicts:
             for name, value in module_dict.items():
-                if name.startswith("_ampfx") or name in _HOOK_STORES or isinstance(value, (nn.Module, torch.Tensor, type)):
+                if (
+                    name.startswith("_ampfx")
+                    or name in _HOOK_STORES
+                    or isinstance(value, (nn.Module, torch.Tensor, type))
+                ):
                     continue
                 inner = getattr(value, "__dict__", None)
                 if isinstance(inner, dict) and not callable(value):
@@ -80,7 +84,9 @@ class HostState:
                 for name, value in values.items()
                 if name not in skip and not name.startswith("_ampfx") and name not in _HOOK_STORES
             }
-            for values, skip in zip([*self._dicts, *self._objects], [*self._skip, *[frozenset()] * len(self._objects)])
+            for values, skip in zip(
+                [*self._dicts, *self._objects], [*self._skip, *[frozenset()] * len(self._objects)]
+            )
         ]
 
     def matches(self) -> bool:

@@ -47,22 +47,107 @@ _OWN_DIR = __file__.rsplit("capture", 1)[0]
 
 # Reads of a tensor's properties that the key of a graph fixes: answered, not recorded.
 _FIXED_PROPERTIES = frozenset(
-    ["dtype", "device", "layout", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_maia", "is_mtia", "requires_grad", "is_leaf", "grad_fn", "ndim", "itemsize", "names", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "__dict__", "__class__", "_grad_fn", "_base", "_cdata", "name", "is_fbgemm", "__module__", "__doc__", "volatile", "grad_dtype"]
+    [
+        "dtype",
+        "device",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "is_vulkan",
+        "is_xla",
+        "is_ipu",
+        "is_hpu",
+        "is_maia",
+        "is_mtia",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "itemsize",
+        "names",
+        "output_nr",
+        "_version",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "retains_grad",
+        "__dict__",
+        "__class__",
+        "_grad_fn",
+        "_base",
+        "_cdata",
+        "name",
+        "is_fbgemm",
+        "__module__",
+        "__doc__",
+        "volatile",
+        "grad_dtype",
+    ]
 )
 # Methods of the same kind.
 _FIXED_METHODS = frozenset(
-    ["dim", "ndimension", "is_floating_point", "is_complex", "is_signed", "is_inference", "element_size", "has_names", "get_device", "is_pinned", "is_shared", "is_conj", "is_neg", "is_set_to", "data_ptr", "__dir__", "__hash__", "type_name", "has_torch_function", "is_coalesced", "dense_dim", "sparse_dim", "is_distributed", "_is_view", "is_same_size", "const_data_ptr"]
+    [
+        "dim",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "element_size",
+        "has_names",
+        "get_device",
+        "is_pinned",
+        "is_shared",
+        "is_conj",
+        "is_neg",
+        "is_set_to",
+        "data_ptr",
+        "__dir__",
+        "__hash__",
+        "type_name",
+        "has_torch_function",
+        "is_coalesced",
+        "dense_dim",
+        "sparse_dim",
+        "is_distributed",
+        "_is_view",
+        "is_same_size",
+        "const_data_ptr",
+    ]
 )
 _TENSOR_PROPERTIES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
 # Methods that hand a Python value to the model: recorded with a guard on that value.
 _VALUE_METHODS = frozenset(
-    ["__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "is_contiguous", "stride", "storage_offset", "is_nonzero", "equal", "allclose", "__contains__"]
+    [
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "tolist",
+        "is_contiguous",
+        "stride",
+        "storage_offset",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__contains__",
+    ]
 )
 _ARRAY_METHODS = frozenset(["numpy", "__array__", "__dlpack__", "untyped_storage", "storage"])
 _TEXT_METHODS = frozenset(["__repr__", "__str__", "__format__"])
 _HOOK_METHODS = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
 # Operations whose number of results depends on a shape.
-_LENGTH_OPS = frozenset(["unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes"])
+_LENGTH_OPS = frozenset(
+    ["unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes"]
+)
 
 _DUNDERS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
@@ -282,13 +367,19 @@ class Recorder(TorchFunctionMode):
             node.meta["val"] = {key: self.spec_of(item) for key, item in result.items()}
             return result
         node.meta["val"] = None
-        if result is not None and not isinstance(result, _PLAIN_TYPES) and not isinstance(result, (tuple, list)):
+        if (
+            result is not None
+            and not isinstance(result, _PLAIN_TYPES)
+            and not isinstance(result, (tuple, list))
+        ):
             self._check_free_of_tensors(result, node)
         return result
 
     def _check_free_of_tensors(self, result: Any, node: fx.Node) -> None:
         leaves = pytree.tree_leaves(result)
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not all(leaf is result for leaf in leaves):
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not all(
+            leaf is result for leaf in leaves
+        ):
             raise CaptureError(
                 f"{node.meta['op']} at {node.meta['source']} returns tensors inside a {type(result).__name__}"
             )
@@ -531,7 +622,9 @@ class Recorder(TorchFunctionMode):
 
     def _attach_hook(self, name: str, args: Any, kwargs: Any) -> Any:
         tensor, *rest = args
-        node = self._create(runtime.attach_hook, (self.to_fx(tensor), name, *self.to_fx(tuple(rest))), {}, "call_function")
+        node = self._create(
+            runtime.attach_hook, (self.to_fx(tensor), name, *self.to_fx(tuple(rest))), {}, "call_function"
+        )
         self.remember(tensor, node)
 
         class Handle:
@@ -583,7 +676,10 @@ class Recorder(TorchFunctionMode):
 
 def _is_method(func: Any, name: str) -> bool:
     """Whether ``func`` is a method of tensors rather than a function of a module."""
-    return getattr(torch.Tensor, name, None) is func
+    if getattr(torch.Tensor, name, None) is func:
+        return True
+    # Tensor.__pow__ and others are wrappers of another name: pow.
+    return getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name)
 
 
 def to_plain(value: Any) -> Any:

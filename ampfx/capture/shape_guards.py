@@ -58,9 +58,11 @@ def _starts_taint(node: fx.Node) -> bool:
     if node.target is runtime.apply_function or "hook" in op:
         return True
     makes_number = node.meta.get("val") is None and node.op in ("call_function", "call_method")
-    return makes_number and any(
-        isinstance(source.meta.get("val"), TensorSpec) for source in node.all_input_nodes
-    ) and op not in ("size", "numel", "dim", "stride", "guard_length", "_set_grad_enabled", "set_attribute")
+    return (
+        makes_number
+        and any(isinstance(source.meta.get("val"), TensorSpec) for source in node.all_input_nodes)
+        and op not in ("size", "numel", "dim", "stride", "guard_length", "_set_grad_enabled", "set_attribute")
+    )
 
 
 def _index_parts(node: fx.Node) -> list[object]:

@@ -51,7 +51,11 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool], leaves: list[Any], depth
         leaves.append(value)
         return LEAF
     kind = type(value)
-    if value is None or kind in (str, int, float, bool, bytes, complex) or issubclass(kind, (torch.dtype, torch.device)):
+    if (
+        value is None
+        or kind in (str, int, float, bool, bytes, complex)
+        or issubclass(kind, (torch.dtype, torch.device))
+    ):
         return Structure(kind, constant=value)
     if isinstance(value, dict):
         keys = tuple(value)
@@ -65,7 +69,12 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool], leaves: list[Any], depth
         keys = tuple(field.name for field in dataclasses.fields(value))
         children = tuple(flatten(getattr(value, key), is_leaf, leaves, depth) for key in keys)
         return Structure(kind, keys, children, template=value)
-    if depth > 0 and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (type, torch.nn.Module)):
+    if (
+        depth > 0
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, (type, torch.nn.Module))
+    ):
         names = tuple(vars(value))
         inner: list[Any] = []
         children = tuple(flatten(vars(value)[name], is_leaf, inner, depth - 2) for name in names)

@@ -39,6 +39,14 @@ def is_traced(value: object) -> bool:
     return issubclass(type(value), _Traced)
 
 
+class _NoSymbol:
+    """What torch's own Python code asks of a SymInt beyond its number."""
+
+    def is_nested_int(self) -> bool:
+        """Traced integers are sizes of ordinary tensors."""
+        return False
+
+
 class _Traced:
     """What traced integers and floats have in common."""
 
@@ -65,6 +73,11 @@ class _Traced:
 
     def __hash__(self) -> int:
         return hash(self._guarded())
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy
+
+        return numpy.array(self._guarded(), dtype=dtype)
 
     def __reduce__(self) -> Any:
         return (type(self.value), (self._guarded(),))
@@ -163,7 +176,16 @@ def _arithmetic() -> dict[str, Any]:
     methods["__bool__"] = lambda self: bool(self._guarded_truth())
     methods["__int__"] = lambda self: int(self._guarded())
     methods["__float__"] = lambda self: float(self._guarded())
-    for name in ("__repr__", "__str__", "__format__", "__hash__", "__reduce__", "__deepcopy__", "__copy__"):
+    for name in (
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__hash__",
+        "__reduce__",
+        "__deepcopy__",
+        "__copy__",
+        "__array__",
+    ):
         methods[name] = getattr(_Traced, name)
     return methods
 
@@ -180,6 +202,7 @@ class TracedInt(_Traced, torch.SymInt):
 
     _guarded_truth = _guarded_truth
     locals().update(_arithmetic())
+    node = _NoSymbol()
 
     def __index__(self) -> int:
         return int(self._guarded())
