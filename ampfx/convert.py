@@ -43,7 +43,8 @@ def convert(
     Args:
         model: the model. Its parameters should be float32.
         example_inputs: a tuple of positional arguments, a dict of keyword arguments, or one tensor. The model
-            is run on them once, here; without them it is captured at its first call.
+            is run on them once, here. Without them it is captured at its first call; a model that
+            takes one tensor is captured with a made-up one before, so that its graph can be looked at.
         example_kwargs: keyword arguments beside positional ``example_inputs``.
         dtype: ``torch.float16`` or ``torch.bfloat16``; None for what ``torch.autocast`` takes on the device.
         policy: ``"autocast"`` (no operation less precise than under ``torch.autocast``), ``"relaxed"``, or a
@@ -87,6 +88,9 @@ def convert(
     if inputs is not None:
         with torch.autocast(device_type, enabled=False):
             converted._ampfx.capture(converted, *inputs)
+    else:
+        with torch.autocast(device_type, enabled=False):
+            converted._ampfx.preview(converted)
     return converted
 
 

@@ -22,10 +22,11 @@ from torch import fx, nn
 
 from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
 from ampfx.capture.inputs import is_input_leaf
+from ampfx.capture.made_up_inputs import candidates
 from ampfx.capture.plain_run import failing_line, first_call, plain_run
 from ampfx.capture.structure import flatten
 from ampfx.context import ConversionContext
-from ampfx.errors import CaptureError, NotCapturedError
+from ampfx.errors import AmpfxError, CaptureError, NotCapturedError
 from ampfx.graph_entry import GraphEntry, call_key, make_entry
 from ampfx.graph_view import GraphView
 from ampfx.loss_scale import ModuleScale, register_model
@@ -48,6 +49,10 @@ _COPIED_STORES = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
+)
+MADE_UP = (
+    "the input was made up, to have a graph to look at; the first call captures with the real ones "
+    "(or give convert example_inputs=)"
 )
 _capture_lock = threading.RLock()
 
@@ -93,6 +98,9 @@ class Conversion:
     def _call(
         self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]
     ) -> Any:
+        if self.entries and self.entries[0].provisional:
+            self._forget(root, self.entries.pop(0))
+            self.captures -= 1
         for entry in self.entries:
             if entry.key == key and entry.captured.inputs == structure and entry.host.matches():
                 try:
@@ -184,6 +192,22 @@ class Conversion:
                 stacklevel=7,
             )
 
+    def preview(self, root: nn.Module) -> None:
+        """Capture with a made-up input where one is easy to make up, to have a graph to look at."""
+        forward = self.instance_forward or types.MethodType(self.original.forward, root)
+        for candidate in candidates(root, forward):
+            try:
+                with torch.random.fork_rng(devices=[]), plain_run(root), torch.no_grad():
+                    forward(candidate)
+            except Exception:  # the model does not take such an input
+                continue
+            try:
+                entry = self.capture(root, (candidate,), {})
+            except AmpfxError:
+                return
+            entry.provisional = True
+            return
+
     def lower(self, view: GraphView) -> ConversionContext:
         """Run the passes on a captured graph."""
         options = self.options
@@ -251,6 +275,12 @@ class ConvertedModule(fx.GraphModule):
         """The Python code of :attr:`graph`."""
         return self._ampfx.entry(self, "code").view.code
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("graph", "code"):  # the property raised: repeat its message instead of "no attribute"
+            self._ampfx.entry(self, name)
+        original = self.__dict__["_ampfx"].original if "_ampfx" in self.__dict__ else nn.Module
+        return original.__getattr__(self, name)
+
     def recompile(self) -> fx.graph.PythonCode:
         """Generate the code anew after an edit of :attr:`graph`."""
         entry = self._ampfx.entry(self, "graph")
@@ -269,12 +299,14 @@ class ConvertedModule(fx.GraphModule):
     def report(self) -> Report:
         """What runs in which dtype, and why; casts and bytes."""
         entry = self._ampfx.entry(self, "report")
+        notes = [MADE_UP] if entry.provisional else []
         return build_report(
             entry.view,
             entry.context,
             title=entry.title,
             mode="train" if entry.training else "eval",
             inputs=_inputs(entry),
+            notes=notes,
         )
 
     def explain(self, node_or_module_path: str) -> Explanation:

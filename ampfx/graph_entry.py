@@ -94,6 +94,7 @@ class GraphEntry:
     written_inputs: tuple[int, ...] = ()
     written_tensors: tuple[str, ...] = ()
     num_inputs: int = 0
+    provisional: bool = False
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
@@ -166,8 +167,7 @@ def make_entry(
     vars(root).update(captured.constants)
     written_inputs, written_tensors = _written(captured.graph)
     context = lower(view)
-    python_code = view.graph.python_code(root_module="self")
-    checked = compile_graph(python_code)
+    checked = compile_graph(view.graph)
     shape_guards, data_guards = value_guards(view.graph)
     if shape_guards:
         _remove(view.graph, shape_guards)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from ampfx.checkpoints import has_regions, outline
+
 _numbers = itertools.count()
 
 
@@ -28,6 +30,10 @@ class Host:
 
     def __init__(self, module: nn.Module) -> None:
         self._ampfx_root = module
+
+    @property
+    def _ampfx_host_of_graph(self) -> Host:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         stores = self._ampfx_root.__dict__
@@ -113,7 +119,7 @@ class GraphView(fx.GraphModule):
         """Generate the code that :meth:`forward` runs."""
         python_code = self.graph.python_code(root_module="self")
         self.__dict__["_code"] = python_code.src
-        self.__dict__["_run"] = compile_graph(python_code)
+        self.__dict__["_run"] = compile_graph(self.graph)
         return python_code
 
     def forward(self, *inputs: Any) -> Any:
@@ -121,8 +127,16 @@ class GraphView(fx.GraphModule):
         return self.__dict__["_run"](self.__dict__["_ampfx_host"], *inputs)
 
 
-def compile_graph(python_code: fx.graph.PythonCode) -> Callable[..., Any]:
-    """The function of generated code; its lines show in tracebacks."""
+def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
+    """A function ``(host, *inputs)`` that runs a graph, its checkpointed regions as such."""
+    if has_regions(graph):
+        graph = outline(graph, _compile_flat)
+    return _compile_flat(graph)
+
+
+def _compile_flat(graph: fx.Graph) -> Callable[..., Any]:
+    """The function of a graph's generated code; its lines show in tracebacks."""
+    python_code = graph.python_code(root_module="self")
     filename = f"<ampfx graph {next(_numbers)}>"
     lines = python_code.src.splitlines(keepends=True)
     linecache.cache[filename] = (len(python_code.src), None, lines, filename)

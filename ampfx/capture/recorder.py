@@ -40,7 +40,7 @@ from ampfx.capture.holders import HeldTensors
 from ampfx.capture.symbols import TracedFloat, TracedInt, TracedSize, is_traced
 from ampfx.dtypes import Region, TensorSpec
 from ampfx.errors import CaptureError
-from ampfx.ops import canonical_op
+from ampfx.ops import AUTHOR_CASTS, canonical_op
 
 _TORCH_DIR = torch.__path__[0]
 _OWN_DIR = __file__.rsplit("capture", 1)[0]
@@ -311,6 +311,9 @@ class Recorder(TorchFunctionMode):
             kind, target = "call_function", func
         node = self._create(target, self.to_fx(args), self.to_fx(kwargs), kind)
         self._protect(node, args, kwargs)
+        if node.meta["op"] in AUTHOR_CASTS:
+            # A cast to the dtype a tensor has returns the tensor; its result is a value of its own here.
+            run = _fresh(run or func)
         runner = target if kind == "call_function" and run is None else (run or func)
         result = self._run(runner, args, kwargs)
         return self.bind(result, node)
@@ -672,6 +675,14 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             F.has_torch_function = saved
+
+
+def _fresh(func: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        return torch.ops.aten.alias(result) if args and result is args[0] else result
+
+    return run
 
 
 def _is_method(func: Any, name: str) -> bool:
