@@ -17,11 +17,25 @@ from torch.fx import Graph, Node
 from ampfx.analysis import facts_of, recorded_value
 from ampfx.decisions import Decision
 from ampfx.dtypes import Region, TensorSpec, long_name
+from ampfx.graph_utils import region_of
 from ampfx.rewriting import current_dtype, with_dtype
 from ampfx.runtime import cast_saturated
 
 _Key = tuple[Node, torch.dtype, bool, int, int, bool]
 _PLACE = ("module_path", "module_types", "module_stack", "source")
+
+
+def _place_of(value: Node) -> Region:
+    """The region that a node right behind ``value`` would run in.
+
+    A parameter belongs to no region, but its node stands in the one that reads it first.
+    """
+    if value.op != "get_attr":
+        return facts_of(value).region
+    node = value
+    while node.op == "get_attr" or node.meta.get("cast"):
+        node = node.next
+    return region_of(node)
 
 
 class CastMaker:
@@ -58,7 +72,8 @@ class CastMaker:
         key = self._key(value, dtype, region, saturate and dtype == torch.float16)
         known = self._casts.get(key)
         if known is None:
-            same = facts.region.grad == region.grad and facts.region.opaque == region.opaque
+            place = _place_of(value)
+            same = (place.grad, place.opaque) == (region.grad, region.opaque)
             after = value if not facts.group and same else None
             known = self._casts[key] = self.make(value, dtype, reader, region, after=after, saturate=key[-1])
             self._cast_values.add((value, dtype))

@@ -90,11 +90,7 @@ class _Border:
         self.gm = gm
         self.graph: Graph = gm.graph
         self.outside = {node for node in self.graph.nodes if is_outside(node)}
-        self.carries: set[Node] = set()
-        for node in self.graph.nodes:
-            depends = region_of(node).grad and any(value in self.carries for value in node.all_input_nodes)
-            if (depends or _is_source(gm, node, self.outside)) and _has_gradient_dtype(node):
-                self.carries.add(node)
+        self.carries = _carriers(gm, self.outside)
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first):
             self.scale_node = self.graph.create_node("get_attr", ATTRIBUTE)
@@ -110,17 +106,49 @@ class _Border:
         return [user for user in value.users if user in self.outside and not _is_part(user, value)]
 
 
-def _is_source(gm: GraphModule, node: Node, outside: set[Node]) -> bool:
-    """Whether a gradient may leave the graph through this value."""
-    if node not in outside or node.op == "output":
-        return False
+def _carriers(gm: GraphModule, outside: set[Node]) -> set[Node]:
+    """The values that a gradient may flow through, in this run or a later one.
+
+    What is written into a tensor flows through every name of its memory, those made before included: the
+    walk is repeated until no further memory is found.
+    """
+    assigned = {
+        f"{node.args[0].target}.{node.args[1]}".removeprefix("_ampfx_root.")
+        for node in gm.graph.nodes
+        if node.target is runtime.set_attribute and isinstance(node.args[0], Node)
+    }
+    sources = {node for node in outside if _is_source(gm, node, assigned) and _has_gradient_dtype(node)}
+    memory: set[int] = set()
+    while True:
+        known, carries = len(memory), set(sources)
+        for node in gm.graph.nodes:
+            depends = region_of(node).grad and any(value in carries for value in node.all_input_nodes)
+            if depends:
+                memory.update(facts_of(value).group for value in facts_of(node).writes)
+            if (depends or facts_of(node).group in memory) and _has_gradient_dtype(node):
+                carries.add(node)
+        memory.discard(0)
+        if len(memory) == known:
+            return carries
+
+
+def _is_source(gm: GraphModule, node: Node, assigned: set[str]) -> bool:
+    """Whether a gradient may leave the graph through this outside value."""
     if node.op != "get_attr":
-        return True
+        return node.op != "output"
+    target = str(node.target)
     try:
-        value = get_attribute(gm, str(node.target))
+        value = get_attribute(gm, target)
     except AttributeError:
         return any(leaf.requires_grad for leaf in tensor_leaves(recorded_value(node)))
-    return isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and value.requires_grad)
+    if not isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, nn.Parameter) or value.requires_grad or target in assigned:
+        return True
+    # A buffer is no variable; another tensor attribute may hold one next time.
+    path, _, name = target.rpartition(".")
+    owner = get_attribute(gm, path) if path else gm
+    return name not in getattr(owner, "_buffers", {})
 
 
 def _has_gradient_dtype(node: Node) -> bool:
@@ -325,7 +353,7 @@ class _Enter:
         first = min(call, key=lambda read: read.position)
         before = min(first.readers, key=lambda reader: self.position.get(reader, 0))
         for read in call:
-            if read.value.op == "get_attr":
+            if read.value.op == "get_attr" and self.position[read.value] > self.position.get(before, 0):
                 before.prepend(read.value)  # a get_attr stands at its first use, which may come later
         written = call[0].written
         values = [read.value for read in call]
