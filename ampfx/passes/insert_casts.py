@@ -32,7 +32,7 @@ from ampfx.cast_maker import CastMaker
 from ampfx.context import ConversionContext
 from ampfx.decisions import Decision
 from ampfx.dtypes import long_name
-from ampfx.ops import LIKE_OPS
+from ampfx.ops import LIKE_OPS, indexes_with_tensor
 from ampfx.passes.base import Pass
 from ampfx.rewriting import current_dtype, current_float, with_dtype
 from ampfx.rule_table import Rule
@@ -79,6 +79,9 @@ def _rewrite(node: Node, ctx: ConversionContext, casts: CastMaker) -> None:
 def _cast_arguments(
     node: Node, rule: Rule | None, dtype: torch.dtype | None, ctx: ConversionContext, casts: CastMaker
 ) -> None:
+    if facts_of(node).op == "setitem" and indexes_with_tensor(node):
+        _cast_indexed_write(node, casts)
+        return
     needs = dict(argument_needs(node, facts_of(node), rule, dtype))
     native, with_dims = _native_target(node, needs, dtype)
     targets: Mapping[Need, torch.dtype | None] = {
@@ -106,6 +109,15 @@ def _cast_arguments(
             kwargs[key] = new
     if changed:  # assigning arguments is not free
         node.args, node.kwargs = tuple(args), kwargs
+
+
+def _cast_indexed_write(node: Node, casts: CastMaker) -> None:
+    """``x[mask] = values`` converts nothing, where ``x[:3] = values`` does."""
+    target, index, values = node.args
+    written = current_float(target) if isinstance(target, Node) else None
+    if written is not None:
+        new = map_argument(values, _caster(casts, node, written, saturate=False, dims_only=False))
+        node.args = (target, index, new)
 
 
 def _caster(casts: CastMaker, reader: Node, dtype: torch.dtype, saturate: bool, dims_only: bool) -> Any:
