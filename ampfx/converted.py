@@ -285,7 +285,7 @@ class ConvertedModule(fx.GraphModule):
         """Generate the code anew after an edit of :attr:`graph`."""
         entry = self._ampfx.entry(self, "graph")
         code = entry.view.recompile()
-        entry.checked = entry.view.__dict__["_run"]
+        entry.checked = entry.traceable = entry.view.__dict__["_run"]
         return code
 
     def print_readable(self, *args: Any, **kwargs: Any) -> str:

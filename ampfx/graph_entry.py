@@ -24,10 +24,11 @@ from ampfx.capture.capture import Captured
 from ampfx.capture.host_state import HostState
 from ampfx.capture.shape_guards import value_guards
 from ampfx.capture.structure import unflatten
+from ampfx.checkpoints import has_regions, outline
 from ampfx.context import ConversionContext
 from ampfx.errors import AmpfxError
 from ampfx.graph_utils import get_attribute, is_impure
-from ampfx.graph_view import GraphView, compile_graph
+from ampfx.graph_view import GraphView, compile_flat, compile_graph
 from ampfx.ops import written_arguments
 
 _MAX_VERIFIED = 4096
@@ -77,6 +78,7 @@ class GraphEntry:
         host: state of the modules.
         view: the converted graph, without guards on shapes.
         checked: the same graph with all guards.
+        traceable: the same, reading attributes one by one as ``torch.compile`` wants it.
         context: settings and notes of the passes.
         training: mode of the root module.
     """
@@ -86,6 +88,7 @@ class GraphEntry:
     host: HostState
     view: GraphView
     checked: Callable[..., Any]
+    traceable: Callable[..., Any]
     context: ConversionContext
     training: bool
     title: str = ""
@@ -114,7 +117,7 @@ class GraphEntry:
             raise AmpfxError(
                 f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}"
             )
-        values = self.checked(self.view.__dict__["_ampfx_host"], *leaves)
+        values = self.traceable(self.view.__dict__["_ampfx_host"], *leaves)
         if self.captured.outputs.kind is None:
             return values[0]
         return unflatten(self.captured.outputs, values)
@@ -167,7 +170,8 @@ def make_entry(
     vars(root).update(captured.constants)
     written_inputs, written_tensors = _written(captured.graph)
     context = lower(view)
-    checked = compile_graph(view.graph)
+    checked = compile_graph(view.graph, view.__dict__["_ampfx_host"])
+    traceable = compile_flat(outline(view.graph, compile_flat) if has_regions(view.graph) else view.graph)
     shape_guards, data_guards = value_guards(view.graph)
     if shape_guards:
         _remove(view.graph, shape_guards)
@@ -178,6 +182,7 @@ def make_entry(
         host=host,
         view=view,
         checked=checked,
+        traceable=traceable,
         context=context,
         training=root.training,
         title=title,

@@ -12,6 +12,7 @@ import linecache
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ampfx.checkpoints import has_regions, outline
@@ -119,7 +120,7 @@ class GraphView(fx.GraphModule):
         """Generate the code that :meth:`forward` runs."""
         python_code = self.graph.python_code(root_module="self")
         self.__dict__["_code"] = python_code.src
-        self.__dict__["_run"] = compile_graph(self.graph)
+        self.__dict__["_run"] = compile_graph(self.graph, self.__dict__["_ampfx_host"])
         return python_code
 
     def forward(self, *inputs: Any) -> Any:
@@ -127,14 +128,52 @@ class GraphView(fx.GraphModule):
         return self.__dict__["_run"](self.__dict__["_ampfx_host"], *inputs)
 
 
-def compile_graph(graph: fx.Graph) -> Callable[..., Any]:
-    """A function ``(host, *inputs)`` that runs a graph, its checkpointed regions as such."""
+def compile_graph(graph: fx.Graph, host: Host) -> Callable[..., Any]:
+    """A function ``(host, *inputs)`` that runs a graph, its checkpointed regions as such.
+
+    Tensors of the model are fetched from their containers in one sweep: walking from module to module
+    for each of them is what an eager model spends much of its time on.
+    """
     if has_regions(graph):
-        graph = outline(graph, _compile_flat)
-    return _compile_flat(graph)
+        graph = outline(graph, compile_flat)
+    stores: list[tuple[dict[str, Any], str]] = []
+    fetched = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    attributes: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = fetched.node_copy(node)
+        elif node.op == "get_attr" and (store := _store_of(host, str(node.target))) is not None:
+            stores.append(store)
+            attributes.append(node)
+    for node in attributes:
+        copies[node] = fetched.placeholder(node.name)
+    for node in graph.nodes:
+        if node not in copies:
+            copies[node] = fetched.node_copy(node, copies.__getitem__)
+    function = compile_flat(fetched)
+
+    def run(host: Host, *inputs: Any) -> Any:
+        return function(host, *inputs, *[store[name] for store, name in stores])
+
+    return run
 
 
-def _compile_flat(graph: fx.Graph) -> Callable[..., Any]:
+def _store_of(host: Host, target: str) -> tuple[dict[str, Any], str] | None:
+    """The container that holds an attribute, and the name in it; None for what is no stored tensor."""
+    *path, name = target.split(".")
+    module: Any = host._ampfx_root
+    for part in path:
+        module = vars(module).get("_modules", {}).get(part)
+        if not isinstance(module, nn.Module):
+            return None
+    for store in (module._parameters, module._buffers):
+        if isinstance(store.get(name), torch.Tensor):
+            return store, name
+    return None
+
+
+def compile_flat(graph: fx.Graph) -> Callable[..., Any]:
     """The function of a graph's generated code; its lines show in tracebacks."""
     python_code = graph.python_code(root_module="self")
     filename = f"<ampfx graph {next(_numbers)}>"

@@ -55,23 +55,27 @@ class HostState:
 
     def capture(self) -> None:
         """Take the snapshot anew."""
-        self._values = [self._values_of(index) for index in range(len(self._dicts))]
+        self._plain = [d for index, d in enumerate(self._dicts) if index and not self._skip[index]]
+        self._filtered = [
+            (d, self._skip[index]) for index, d in enumerate(self._dicts) if not index or self._skip[index]
+        ]
+        self._values = self._now()
         self._child_values = [child for store in self._children for child in store.values()]
         self._parameter_values = self._parameter_state()
         self._hook_counts = [len(store) for store in self._hooks]
-        self._object_values = [list(inner.values()) for inner in self._objects]
         self._detailed = self._details()
 
-    def _values_of(self, index: int) -> list[Any]:
-        values = self._dicts[index]
-        if index and not self._skip[index]:
-            return list(values.values())
-        skip = self._skip[index]
-        return [value for name, value in values.items() if name not in skip and not name.startswith("_ampfx")]
+    def _now(self) -> Any:
+        """The values of all attributes, in one sweep: this runs at every call."""
+        filtered = [
+            [value for name, value in d.items() if name not in skip and not name.startswith("_ampfx")]
+            for d, skip in self._filtered
+        ]
+        return filtered, [list(d.values()) for d in self._plain], [list(inner.values()) for inner in self._objects]
 
     def _parameter_state(self) -> list[Any]:
         return [
-            None if parameter is None else (parameter.requires_grad, parameter.dtype)
+            parameter is not None and (parameter.requires_grad, parameter.dtype)
             for store in self._parameters
             for parameter in store.values()
         ]
@@ -93,18 +97,13 @@ class HostState:
         """Whether everything is as it was."""
         if self._parameter_state() != self._parameter_values:
             return False
-        if [len(store) for store in self._hooks] != self._hook_counts:
+        if list(map(len, self._hooks)) != self._hook_counts:
             return False
-        children = [child for store in self._children for child in store.values()]
-        if len(children) != len(self._child_values) or any(
-            a is not b for a, b in zip(children, self._child_values, strict=True)
-        ):
+        # Modules compare by identity.
+        if [child for store in self._children for child in store.values()] != self._child_values:
             return False
         try:
-            if (
-                all(self._values_of(index) == values for index, values in enumerate(self._values))
-                and [list(inner.values()) for inner in self._objects] == self._object_values
-            ):
+            if self._now() == self._values:
                 return True
         except (RuntimeError, ValueError, TypeError):  # tensors do not answer ==
             pass
