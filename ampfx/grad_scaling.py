@@ -11,9 +11,11 @@ How they are built:
 
 1. S and 1/S are read when the gradient arrives, never saved: S changes between steps.
 2. A result of ``scale`` is a tensor of its own, so that the caller may write into it.
-3. Differentiated twice, the multiplication counts as the identity. The second backward starts outside the
-   graph and ends outside it, so its own scale and unscale nodes already balance; the literal derivative
-   would divide by S once more and a gradient penalty would vanish.
+3. Differentiated twice, the multiplication counts as the identity: inside, a gradient is S times the true
+   one and the derivative with respect to a gradient is the true one, so that their products are S times
+   the true ones again. With the literal derivative a gradient penalty would vanish. What leaves or enters
+   in a second backward is therefore like a value of the forward pass, and is treated by the same two
+   functions when a third one follows.
 4. A gradient that is None stays None: zeros would let weight decay move an unused parameter.
 5. Tensors that need no gradient pass by; a frozen weight must not begin to need one.
 """
@@ -98,7 +100,10 @@ def _leave(loss_scale: ModuleScale, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
+        return function.apply(*args)
+    function = _DUAL.get(function, function)
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     # Function.apply inspects the signature of forward at every call, which costs more than all the rest.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -161,7 +166,7 @@ class _Unscale(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        loss_scale, _, _, *tensors = inputs
+        loss_scale, ctx.result, _, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.loss_scale = loss_scale
         ctx.dtypes = tuple(tensor.dtype for tensor in tensors)
@@ -181,43 +186,75 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.loss_scale, _, tensor = inputs
+        ctx.loss_scale, ctx.result, tensor = inputs
         ctx.dtype = tensor.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None
-        factor = ctx.loss_scale.scale_for(grad.device)
         if torch.is_grad_enabled() or _is_transformed((grad,)):
-            return None, None, _apply(_Multiply, factor, ctx.dtype, grad)
+            return None, None, _apply(_Multiply, ctx.loss_scale, True, ctx.dtype, grad)
+        factor = ctx.loss_scale.scale_for(grad.device)
         return None, None, times(grad, factor).to(ctx.dtype)
 
 
+class _DualUnscale(_Unscale):
+    """With forward-mode AD, which torch.compile refuses to see: a tangent passes as the value does."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        kept = [t if t is None or ctx.result is None else t.to(ctx.result) for t in tangents[3:]]
+        return tuple(None if t is None else t.view_as(t) for t in kept)
+
+
+class _DualScale(_Scale):
+    """The same for ``scale``."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        tangent = tangents[2]
+        return tangent.clone() if tangent.dtype == ctx.result else tangent.to(ctx.result)
+
+
+_DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]]
+_DUAL = {_Unscale: _DualUnscale, _Scale: _DualScale}
+
+
 class _Multiply(torch.autograd.Function):
-    """``(grad * factor).to(dtype)``, with the identity as its derivative."""
+    """A gradient that crosses the border while a graph of the backward pass is made; see step 3.
+
+    Args of forward: the scale, whether the gradient enters (times S) or leaves (times 1/S), its new dtype.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(factor: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
-        return times(grad, factor).to(dtype)
+    def forward(loss_scale: ModuleScale, enters: bool, dtype: torch.dtype, grad: Tensor) -> Tensor:
+        source = loss_scale.scale_for if enters else loss_scale.inv_scale_for
+        return times(grad, source(grad.device)).to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.dtype = inputs[2].dtype
+        ctx.loss_scale, ctx.enters, _, grad = inputs
+        ctx.dtype = grad.dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None if grad is None else grad.to(ctx.dtype)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None, None
+        if ctx.enters:
+            return None, None, None, _apply(_Scale, ctx.loss_scale, ctx.dtype, grad)
+        return None, None, None, _apply(_Unscale, ctx.loss_scale, ctx.dtype, False, grad)[0]
+
 
 
 def _unscaled(loss_scale: ModuleScale, dtypes: tuple[torch.dtype, ...], grads: Grads) -> Grads:
     functorch = _is_transformed(grads)
     if torch.is_grad_enabled() or functorch:
         results: list[Tensor | None] = [
-            None if grad is None else _apply(_Multiply, loss_scale.inv_scale_for(grad.device), dtype, grad)
+            None if grad is None else _apply(_Multiply, loss_scale, False, dtype, grad)
             for grad, dtype in zip(grads, dtypes, strict=True)
         ]
         if not functorch:  # under a transform nothing outside may be written, and no step follows
