@@ -61,9 +61,7 @@ def outline(graph: fx.Graph, compile_part: Callable[[fx.Graph], Callable[..., An
         members = set(nodes)
         members |= _own_attributes(members)
         last = max(position[node] for node in nodes)
-        early = any(
-            position[user] < last and user not in members for node in members for user in node.users
-        )
+        early = any(position[user] < last and user not in members for node in members for user in node.users)
         if early:
             del regions[number]
         else:

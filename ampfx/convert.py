@@ -105,13 +105,14 @@ def _check_model(model: object) -> None:
         raise OptionError(f"this {type(model).__name__} is converted already")
     if isinstance(model, _WRAPPERS):
         raise OptionError(
-            f"convert the model inside {type(model).__name__} and wrap the result: {type(model).__name__}(convert(model))"
+            f"convert the model inside {type(model).__name__} and wrap the result: "
+            f"{type(model).__name__}(convert(model))"
         )
     low = sorted({str(p.dtype) for p in model.parameters() if p.dtype in LOW_DTYPES and p.requires_grad})
     if low:
         raise OptionError(
-            f"the model has trainable parameters in {', '.join(low)}; ampfx trains float32 parameters (they are the master "
-            "weights) and casts them in the graph. Call model.float() first."
+            f"the model has trainable parameters in {', '.join(low)}; ampfx trains float32 parameters (they are the "
+            "master weights) and casts them in the graph. Call model.float() first."
         )
 
 

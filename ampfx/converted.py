@@ -95,9 +95,7 @@ class Conversion:
                 return self._call(root, args, kwargs, structure, key, leaves)
         return self._call(root, args, kwargs, structure, key, leaves)
 
-    def _call(
-        self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]
-    ) -> Any:
+    def _call(self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]) -> Any:
         if self.entries and self.entries[0].provisional:
             self._forget(root, self.entries.pop(0))
             self.captures -= 1
@@ -121,8 +119,8 @@ class Conversion:
             if entry.training == root.training:
                 return entry.run_compiling(args, kwargs)
         raise NotCapturedError(
-            f"torch.compile needs the graph of {self.original.__name__} for this mode: call the converted module once in "
-            "this mode (train or eval) before compiling, or give convert example_inputs="
+            f"torch.compile needs the graph of {self.original.__name__} for this mode: call the converted module once "
+            "in this mode (train or eval) before compiling, or give convert example_inputs="
         )
 
     def _use(self, entry: GraphEntry) -> None:
@@ -155,9 +153,7 @@ class Conversion:
             warnings.warn(text, stacklevel=6)
         return entry
 
-    def _record(
-        self, root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any
-    ) -> Captured:
+    def _record(self, root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any) -> Captured:
         """Record the forward; tell an error of the model from one of the recording."""
         try:
             try:
@@ -173,8 +169,8 @@ class Conversion:
             with plain_run(root):
                 forward(*args, **kwargs)  # raises the model's own error if it is one
             raise CaptureError(
-                f"{self.original.__name__} cannot be captured: at {line} its forward does something that runs with plain "
-                f"values and fails while it is recorded ({type(error).__name__}: {error})"
+                f"{self.original.__name__} cannot be captured: at {line} its forward does something that runs with "
+                f"plain values and fails while it is recorded ({type(error).__name__}: {error})"
             ) from error
 
     @staticmethod
@@ -186,9 +182,9 @@ class Conversion:
         if not self._warned_many:
             self._warned_many = True
             warnings.warn(
-                f"{self.original.__name__} was captured {self.captures} times: its forward branches on its inputs in many "
-                f"ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, which is right "
-                "but slow. What differed can be seen in the guards of model.graph.",
+                f"{self.original.__name__} was captured {self.captures} times: its forward branches on its inputs in "
+                f"many ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, which is "
+                "right but slow. What differed can be seen in the guards of model.graph.",
                 stacklevel=7,
             )
 
@@ -325,9 +321,7 @@ class ConvertedModule(fx.GraphModule):
 
     def __copy__(self) -> ConvertedModule:
         twin = object.__new__(type(self))
-        vars(twin).update(
-            {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
-        )
+        vars(twin).update({name: value for name, value in vars(self).items() if not name.startswith("_ampfx")})
         return _attach(twin, self._ampfx)
 
     def __reduce__(self) -> Any:
@@ -366,16 +360,19 @@ def _inputs(entry: GraphEntry) -> str:
     return ", ".join("x".join(map(str, spec.shape)) if hasattr(spec, "shape") else "number" for spec in specs)
 
 
-@functools.lru_cache(maxsize=None)
-def converted_class(original: type[nn.Module]) -> type[ConvertedModule]:
-    """The class of converted models of one class: derived from it, so that ``isinstance`` holds."""
-
+@functools.cache
+def _converted_class(original: Any) -> type[ConvertedModule]:
     @functools.wraps(original.forward)
     def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         return self._ampfx.call(self, args, kwargs)
 
     namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
     return type(original.__name__, (ConvertedModule, original), namespace)
+
+
+def converted_class(original: Any) -> type[ConvertedModule]:
+    """The class of converted models of one class: derived from it, so that ``isinstance`` holds."""
+    return _converted_class(original)
 
 
 def wrap(model: nn.Module, options: Options) -> ConvertedModule:
@@ -410,7 +407,5 @@ def _attach(twin: ConvertedModule, conversion: Conversion) -> ConvertedModule:
     return _finish(twin, conversion.options, conversion.original, forward)
 
 
-def _rebuild(
-    original: type[nn.Module], options: Options, forward: Callable[..., Any] | None
-) -> ConvertedModule:
+def _rebuild(original: type[nn.Module], options: Options, forward: Callable[..., Any] | None) -> ConvertedModule:
     return _finish(object.__new__(converted_class(original)), options, original, forward)

@@ -5,8 +5,8 @@ A graph is used for a call only if
 1. the inputs have the structure, dtypes, numbers of dimensions, devices and gradient flags of the capture,
    and grad mode is the same;
 2. the modules are in the state of the capture (:class:`ampfx.capture.host_state.HostState`);
-3. every guard holds. Guards on shapes are checked once for each set of input shapes; in such a run,
-   and in every run of a graph with guards on values, what the graph writes is remembered, so that a guard that
+3. every guard holds. Guards on shapes are checked once for each set of input shapes; in such a run, and in
+   every run of a graph with guards on values, what the graph writes is remembered, so that a guard that
    fails in the middle leaves nothing behind.
 """
 
@@ -42,9 +42,7 @@ def call_key(leaves: list[Any]) -> tuple[Any, ...]:
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             first = seen.setdefault(id(leaf), index)
-            parts.append(
-                (leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout)
-            )
+            parts.append((leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout))
         else:
             parts.append(type(leaf))
     return tuple(parts)
@@ -114,9 +112,7 @@ class GraphEntry:
         """Run with all guards and without bookkeeping, in a form that ``torch.compile`` can trace."""
         leaves = plain_leaves(args, kwargs)
         if len(leaves) != self.num_inputs:
-            raise AmpfxError(
-                f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}"
-            )
+            raise AmpfxError(f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}")
         values = self.traceable(self.view.__dict__["_ampfx_host"], *leaves)
         if self.captured.outputs.kind is None:
             return values[0]
@@ -132,9 +128,7 @@ class GraphEntry:
         tensors += [leaves[index] for index in self.written_inputs]
         copies = [tensor.detach().clone() for tensor in tensors]
         random = torch.get_rng_state()
-        cuda = (
-            torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-        )
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
         grad = torch.is_grad_enabled()
         try:
             yield

@@ -83,7 +83,7 @@ def run_forward_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     """Run a module's forward pre-hooks; returns the arguments they leave."""
     for hook_id, hook in tuple(module._forward_pre_hooks.items()):
         if hook_id in module._forward_pre_hooks_with_kwargs:
-            result: Any = hook(module, args, kwargs)  # type: ignore[call-arg]
+            result: Any = hook(module, args, kwargs)
             if result is not None:
                 args, kwargs = result
         else:
@@ -98,7 +98,7 @@ def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """Run a module's forward hooks; returns the output they leave."""
     for hook_id, hook in tuple(module._forward_hooks.items()):
         if hook_id in module._forward_hooks_with_kwargs:
-            changed: Any = hook(module, args, kwargs, result)  # type: ignore[call-arg]
+            changed: Any = hook(module, args, kwargs, result)
         else:
             changed = hook(module, args, result)
         if changed is not None:
@@ -109,9 +109,9 @@ def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 @register_impure
 def begin_backward_hooks(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Attach a module's full backward hooks to its inputs; returns the handle and the inputs."""
-    full, _ = module._get_backward_hooks()  # type: ignore[no-untyped-call]
-    handle = BackwardHook(module, full, module._get_backward_pre_hooks())  # type: ignore[no-untyped-call]
-    return handle, handle.setup_input_hook(args)  # type: ignore[no-untyped-call]
+    full, _ = module._get_backward_hooks()
+    handle = BackwardHook(module, full, module._get_backward_pre_hooks())
+    return handle, handle.setup_input_hook(args)
 
 
 @register_impure

@@ -60,6 +60,7 @@ def embed_loss_scale(gm: GraphModule, loss_scale: ModuleScale) -> bool:
     analyse_graph(gm)
     setattr(gm, ATTRIBUTE, loss_scale)
     border = _Border(gm)
+    _copy_written_inputs(border)
     _open_tuples(border)
     leave = _Leave(border)
     changed = leave.run()
@@ -160,6 +161,46 @@ def _has_gradient_dtype(node: Node) -> bool:
 
 def _is_part(user: Node, value: Node) -> bool:
     return user.target is operator.getitem and user.args[0] is value
+
+
+def _copy_written_inputs(border: _Border) -> None:
+    """An input that the graph writes gradients into is copied in, and what became of it is copied out.
+
+    The caller holds that tensor: its history must lead through the border, not around it.
+    """
+    graph, output = border.graph, border.graph.output_node()
+    analyse_graph(border.gm)
+    writers = [node for node in graph.nodes if facts_of(node).writes and region_of(node).grad]
+    groups = {facts_of(value).group for node in writers for value in facts_of(node).writes}
+    for value in [node for node in graph.nodes if node.op == "placeholder"]:
+        group = facts_of(value).group
+        if not group or group not in groups or value not in border.carries:
+            continue
+        users = list(value.users)
+        with graph.inserting_after(border.scale_node):
+            inside = graph.call_method("clone", (value,))
+        inside.meta = _meta(value, "clone", value.meta.get("val"))
+        inside.meta["facts"].group = group
+        value.meta["facts"] = dataclasses.replace(facts_of(value), group=0)
+        for user in users:
+            _replace_argument(user, value, inside)
+        with graph.inserting_before(output):
+            back = graph.call_method("copy_", (value, inside))
+        back.meta = _meta(value, "copy_", value.meta.get("val")) | {"outside": True}
+        border.carries.add(inside)
+        border.outside.add(back)
+        for result in list(output.all_input_nodes):
+            if _writes_into(result, inside):
+                _replace_argument(output, result, value)
+
+
+def _writes_into(node: Node, target: Node) -> bool:
+    """Whether a node's value is the target itself, returned by operations that write into it."""
+    while node is not target:
+        if not facts_of(node).in_place or not isinstance(node.args[0], Node) or "out" in node.kwargs:
+            return False
+        node = node.args[0]
+    return True
 
 
 def _open_tuples(border: _Border) -> None:

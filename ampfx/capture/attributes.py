@@ -35,12 +35,7 @@ _STORES = frozenset(
 
 def harmless(new: Any, old: Any) -> bool:
     """Whether an attribute was replaced by an equal object that is no plain value."""
-    return (
-        type(new) is type(old)
-        and new is not old
-        and not isinstance(new, (int, float, str, bool))
-        and new == old
-    )
+    return type(new) is type(old) and new is not old and not isinstance(new, (int, float, str, bool)) and new == old
 
 
 class ModuleState:
@@ -104,9 +99,7 @@ def _same_items(old: Any, new: Any) -> bool:
     if len(old) != len(new):
         return False
     if isinstance(old, dict):
-        return list(old) == list(new) and all(
-            old[key] is new[key] or _same_plain(old[key], new[key]) for key in old
-        )
+        return list(old) == list(new) and all(old[key] is new[key] or _same_plain(old[key], new[key]) for key in old)
     return all(a is b or _same_plain(a, b) for a, b in zip(old, new, strict=True))
 
 

@@ -74,9 +74,7 @@ class Capture:
         forward: called with the arguments; runs the model.
     """
 
-    def __init__(
-        self, root: nn.Module, forward: Callable[..., Any], constant_prefix: str = "_ampfx_constant_"
-    ) -> None:
+    def __init__(self, root: nn.Module, forward: Callable[..., Any], constant_prefix: str = "_ampfx_constant_") -> None:
         self.root, self.forward = root, forward
         self.paths: dict[int, str] = {}
         for path, module in root.named_modules(remove_duplicate=False):
@@ -93,7 +91,7 @@ class Capture:
         leaves: list[Any] = []
         structure = flatten((args, kwargs), is_input_leaf, leaves)
         copies = copy_leaves(leaves)
-        placeholders, traced = self._placeholders(structure, copies)
+        traced = self._placeholders(structure, copies)
         call_args, call_kwargs = unflatten(structure, traced)
         before = snapshot_attributes(self.root)
         try:
@@ -115,14 +113,12 @@ class Capture:
         finally:
             restore_attributes(before)
             self.held.restore()
-        self._drop_unread(placeholders)
+        self._drop_unread()
         return Captured(
             graph=graph,
             inputs=structure,
             outputs=out_structure,
-            constants={
-                name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")
-            },
+            constants={name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")},
             written_attributes=written,
             mutated=mutated,
             late_guards=recorder.late_guards,
@@ -131,16 +127,15 @@ class Capture:
 
     # ------------------------------------------------------------------ inputs and outputs
 
-    def _placeholders(self, structure: Structure, leaves: list[Any]) -> tuple[list[fx.Node], list[Any]]:
+    def _placeholders(self, structure: Structure, leaves: list[Any]) -> list[Any]:
         recorder = self.recorder
         names = leaf_names(structure, self.forward)
-        nodes, traced = [], []
+        traced: list[Any] = []
         seen: dict[int, Any] = {}
         for name, leaf in zip(names, leaves, strict=True):
             node = recorder.graph.placeholder(name)
             recorder.describe(node)
             node.meta["source"] = ""
-            nodes.append(node)
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in seen:
                     recorder.remember(leaf, node)
@@ -151,9 +146,9 @@ class Capture:
                 node.meta["val"] = None
                 kind = TracedInt if isinstance(leaf, int) else TracedFloat
                 traced.append(kind(leaf, node, recorder))
-        return nodes, traced
+        return traced
 
-    def _drop_unread(self, placeholders: list[fx.Node]) -> None:
+    def _drop_unread(self) -> None:
         """Dead nodes go here, before any pass looks; inputs stay, read or not."""
         self.recorder.graph.eliminate_dead_code(is_impure_node=is_impure)
 
@@ -198,9 +193,7 @@ class Capture:
         finally:
             stack.pop()
 
-    def _call_hooked(
-        self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_hooked(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hooks stay calls; what stands between them is recorded as ever."""
         recorder = self.recorder
         if _only_weight_hooks(module):
@@ -212,9 +205,7 @@ class Capture:
             args, kwargs = self._opaque(runtime.run_forward_pre_hooks, owner, module, (args, kwargs))
         handle: Any = None
         if module._backward_hooks or module._backward_pre_hooks:
-            begin = recorder._create(
-                runtime.begin_backward_hooks, (owner, recorder.to_fx(args)), {}, "call_function"
-            )
+            begin = recorder._create(runtime.begin_backward_hooks, (owner, recorder.to_fx(args)), {}, "call_function")
             begin.meta["val"] = None
             handle = begin
             inputs = recorder._create(operator.getitem, (begin, 1), {}, "call_function")
@@ -237,9 +228,7 @@ class Capture:
         part.meta["val"] = None
         return part
 
-    def _opaque(
-        self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]
-    ) -> Any:
+    def _opaque(self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> Any:
         recorder = self.recorder
         node = recorder._create(function, (owner, *recorder.to_fx(args)), {}, "call_function")
         with recorder.paused():
@@ -274,9 +263,7 @@ class Capture:
                 return function(*inputs)
         if kwargs:
             raise CaptureError(f"{cls.__name__}.apply is called with keyword arguments at {source_line()}")
-        return self.recorder.call(
-            runtime.apply_function, (cls, *args), {}, run=lambda cls_, *rest: cls_.apply(*rest)
-        )
+        return self.recorder.call(runtime.apply_function, (cls, *args), {}, run=lambda cls_, *rest: cls_.apply(*rest))
 
     @contextlib.contextmanager
     def checkpoint_region(self) -> Iterator[None]:
@@ -303,8 +290,8 @@ class Capture:
                         raise UnstableAttributeError(
                             f"forward changes the attribute {path + '.' if path else ''}{name} of "
                             f"{type(state.module).__name__} "
-                            f"from {state.attributes.get(name, 'nothing')!r} to {value!r}: a graph would not repeat that. "
-                            "Keep it in a buffer (register_buffer) and update it with a torch operation."
+                            f"from {state.attributes.get(name, 'nothing')!r} to {value!r}: a graph would not repeat "
+                            "that. Keep it in a buffer (register_buffer) and update it with a torch operation."
                         )
                     continue
                 node = self.recorder._create(
@@ -320,10 +307,7 @@ class Capture:
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 

@@ -99,7 +99,7 @@ class HeldTensors:
         """Keep the value of a tensor that a recorded operation is about to overwrite."""
         base = tensor._base if tensor._is_view() else tensor
         for candidate in (tensor, base):
-            if candidate is None or id(candidate) in self._saved:
+            if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
                 continue
             alive = self._alive.get(id(candidate))
             if alive is not None and alive() is candidate:

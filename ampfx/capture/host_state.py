@@ -68,10 +68,11 @@ class HostState:
     def _now(self) -> Any:
         """The values of all attributes, in one sweep: this runs at every call."""
         filtered = [
-            [value for name, value in d.items() if name not in skip and not name.startswith("_ampfx")]
+            [_kind(value) if name in skip else value for name, value in d.items() if not name.startswith("_ampfx")]
             for d, skip in self._filtered
         ]
-        return filtered, [list(d.values()) for d in self._plain], [list(inner.values()) for inner in self._objects]
+        plain = [list(d.values()) for d in self._plain]
+        return filtered, plain, [list(inner.values()) for inner in self._objects]
 
     def _parameter_state(self) -> list[Any]:
         return [
@@ -82,15 +83,15 @@ class HostState:
 
     def _details(self) -> list[Any]:
         """Attributes by what a graph can depend on: plain values themselves, tensors by dtype and shape."""
+        none: frozenset[str] = frozenset()
+        skips = [*self._skip, *[none] * len(self._objects)]
         return [
             {
-                name: _plain(value)
+                name: _kind(value) if name in skip else _plain(value)
                 for name, value in values.items()
-                if name not in skip and not name.startswith("_ampfx") and name not in _HOOK_STORES
+                if not name.startswith("_ampfx") and name not in _HOOK_STORES
             }
-            for values, skip in zip(
-                [*self._dicts, *self._objects], [*self._skip, *[frozenset()] * len(self._objects)]
-            )
+            for values, skip in zip([*self._dicts, *self._objects], skips, strict=True)
         ]
 
     def matches(self) -> bool:
@@ -114,6 +115,18 @@ class HostState:
             return False
         self.capture()
         return True
+
+
+def _kind(value: Any) -> Any:
+    """What of an attribute that the forward assigns a graph depends on: not its value."""
+    if isinstance(value, torch.Tensor):
+        grad = torch.is_grad_enabled() and value.requires_grad
+        return ("tensor", value.dtype, value.dim(), value.device, grad)
+    if type(value) in (list, tuple):
+        return [_kind(item) for item in value]
+    if type(value) is dict:
+        return {key: _kind(item) for key, item in value.items()}
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -91,16 +91,16 @@ def _install() -> None:
         with capture.checkpoint_region():
             yield
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint  # type: ignore[assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     torch.autocast.__enter__ = autocast_enter  # type: ignore[method-assign]
     torch.autocast.__exit__ = autocast_exit  # type: ignore[method-assign]
 
 
 def _remove() -> None:
     nn.Module.__call__ = _saved["call"]  # type: ignore[method-assign]
-    del _SingleLevelFunction.apply
+    del _SingleLevelFunction.apply  # type: ignore[attr-defined]
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = _saved["checkpoint"]
     torch.autocast.__enter__ = _saved["enter"]  # type: ignore[method-assign]
     torch.autocast.__exit__ = _saved["exit"]  # type: ignore[method-assign]

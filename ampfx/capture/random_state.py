@@ -19,9 +19,7 @@ def python_state() -> Any:
 def random_state() -> Iterator[None]:
     """Draws of random numbers inside leave the generators as they were."""
     devices = (
-        list(range(torch.cuda.device_count()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else []
+        list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     )
     python, numpy_state = random.getstate(), _numpy_state()
     with torch.random.fork_rng(devices=devices):
@@ -39,7 +37,8 @@ def _numpy_state() -> Any:
         import numpy
     except ImportError:
         return None
-    name, keys, position, has_gauss, cached = numpy.random.get_state()  # type: ignore[misc]
+    state: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = state
     return name, tuple(keys.tolist()), position, has_gauss, cached
 
 

@@ -26,6 +26,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -145,9 +146,7 @@ _ARRAY_METHODS = frozenset(["numpy", "__array__", "__dlpack__", "untyped_storage
 _TEXT_METHODS = frozenset(["__repr__", "__str__", "__format__"])
 _HOOK_METHODS = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
 # Operations whose number of results depends on a shape.
-_LENGTH_OPS = frozenset(
-    ["unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes"]
-)
+_LENGTH_OPS = frozenset(["unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes"])
 
 _DUNDERS: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
@@ -227,7 +226,7 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(self, root: nn.Module, held: HeldTensors, constant_prefix: str = "_ampfx_constant_") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.root = root
         self.constant_prefix = constant_prefix
         self.held = held
@@ -351,7 +350,7 @@ class Recorder(TorchFunctionMode):
             return result
         if isinstance(result, (int, float)):
             node.meta["val"] = None
-            return (TracedInt if isinstance(result, int) else TracedFloat)(result, node, self)
+            return self._traced(result, node)
         if isinstance(result, (tuple, list)) and result:
             if node.meta["op"] in _LENGTH_OPS:
                 self._create(runtime.guard_length, (node, len(result), source_line()), {}, "call_function")
@@ -370,19 +369,13 @@ class Recorder(TorchFunctionMode):
             node.meta["val"] = {key: self.spec_of(item) for key, item in result.items()}
             return result
         node.meta["val"] = None
-        if (
-            result is not None
-            and not isinstance(result, _PLAIN_TYPES)
-            and not isinstance(result, (tuple, list))
-        ):
+        if result is not None and not isinstance(result, _PLAIN_TYPES) and not isinstance(result, (tuple, list)):
             self._check_free_of_tensors(result, node)
         return result
 
     def _check_free_of_tensors(self, result: Any, node: fx.Node) -> None:
         leaves = pytree.tree_leaves(result)
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not all(
-            leaf is result for leaf in leaves
-        ):
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves) and not all(leaf is result for leaf in leaves):
             raise CaptureError(
                 f"{node.meta['op']} at {node.meta['source']} returns tensors inside a {type(result).__name__}"
             )
@@ -436,8 +429,8 @@ class Recorder(TorchFunctionMode):
         if holder is None:
             raise CaptureError(
                 "an operation reads a tensor that was made where the recorder does not see it "
-                f"(shape {tuple(to_plain_shape(tensor))}, at {source_line() or 'an unknown line'}; numpy, a TorchScript "
-                "function, or a constructor such as torch.Tensor(...)). Make it with torch.tensor, torch.zeros or "
+                f"(shape {tuple(to_plain_shape(tensor))}, at {source_line() or 'an unknown line'}; numpy, a "
+                "TorchScript function, or a constructor such as torch.Tensor(...)). Make it with torch.tensor, torch.zeros or "
                 "another torch function, or keep it as a buffer."
             )
         if holder.attribute is not None:
@@ -501,9 +494,8 @@ class Recorder(TorchFunctionMode):
     def _protect(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """Before an operation writes to a tensor the model holds, keep its value for restoring."""
         op = node.meta["op"]
-        if op.endswith("_") or op == "setitem":
-            if args and isinstance(args[0], torch.Tensor):
-                self.held.protect(args[0])
+        if (op.endswith("_") or op == "setitem") and args and isinstance(args[0], torch.Tensor):
+            self.held.protect(args[0])
         out = kwargs.get("out")
         if out is not None:
             for leaf in pytree.tree_leaves(out):
@@ -538,7 +530,10 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, bool):
             self.guard(node, result)
             return result
-        return (TracedInt if isinstance(result, int) else TracedFloat)(result, node, self)
+        return self._traced(result, node)
+
+    def _traced(self, value: int | float, node: fx.Node) -> TracedInt | TracedFloat:
+        return TracedInt(value, node, self) if isinstance(value, int) else TracedFloat(value, node, self)
 
     def decided(self, function: Callable[..., Any], operands: tuple[Any, ...], result: bool) -> bool:
         """A Python decision on traced numbers: its outcome is guarded."""
@@ -668,13 +663,14 @@ class Recorder(TorchFunctionMode):
 
     def _record_inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the body of a Python function of torch instead of the call."""
-        saved = F.has_torch_function
-        F.has_torch_function = lambda *_: False
+        namespace: Any = F
+        saved = namespace.has_torch_function
+        namespace.has_torch_function = lambda *_: False
         try:
             with self:
                 return func(*args, **kwargs)
         finally:
-            F.has_torch_function = saved
+            namespace.has_torch_function = saved
 
 
 def _fresh(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -720,10 +716,10 @@ def to_plain_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def source_line() -> str:
     """``file.py:line`` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if not filename.startswith((_TORCH_DIR, _OWN_DIR)) and not filename.startswith("<"):
             return f"{filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

@@ -20,10 +20,23 @@ from ampfx.graph_utils import op_of
 _GUARDS = frozenset({runtime.guard, runtime.guard_length, runtime.guard_tensor})
 # Operations whose result's shape depends on values.
 _PICKS_BY_VALUE = frozenset(
-    "nonzero masked_select unique unique_consecutive argwhere repeat_interleave bincount histogram "
-    "torch.functional.unique _pack_padded_sequence _pad_packed_sequence resize_as_ set_ where".split()
+    {
+        "nonzero",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "argwhere",
+        "repeat_interleave",
+        "bincount",
+        "histogram",
+        "torch.functional.unique",
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
+        "resize_as_",
+        "set_",
+    }
 )
-_NUMBERS_FROM_VALUES = frozenset("item tolist is_nonzero equal allclose contains is_contiguous".split())
+_NUMBERS_FROM_VALUES = frozenset(["item", "tolist", "is_nonzero", "equal", "allclose", "contains", "is_contiguous"])
 
 
 def is_guard(node: fx.Node) -> bool:
