@@ -1,7 +1,8 @@
 """Where a gradient crosses the border of a graph, and the nodes that scale it there.
 
 A value is *outside* if code that is not part of the graph may hold it or differentiate through it: inputs,
-parameters, outputs, attributes that the forward assigns, arguments and results of hooks. All others are
+parameters, outputs, attributes that the forward assigns, arguments and results of hooks, and of custom
+Functions that compute in float32 (their backward may clip, round or replace a gradient). All others are
 *inside*, where gradients are multiplied by S. For each read across the border:
 
 1. outside → inside: the reader gets ``unscale(value)``, fused with the cast to low precision where that cast
@@ -29,8 +30,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampfx import grad_scaling, runtime
 from ampfx.analysis import NodeFacts, analyse_graph, facts_of, recorded_value, tensor_leaves
-from ampfx.dtypes import Region, TensorSpec
-from ampfx.graph_utils import get_attribute, region_of, spec
+from ampfx.dtypes import Region, TensorSpec, is_low
+from ampfx.graph_utils import get_attribute, op_of, region_of, spec
 from ampfx.loss_scale import ModuleScale
 
 ATTRIBUTE = "_ampfx_loss_scale"
@@ -58,6 +59,7 @@ def embed_loss_scale(gm: GraphModule, loss_scale: ModuleScale) -> bool:
     if any(node.op == "get_attr" and node.target == ATTRIBUTE for node in gm.graph.nodes):
         return False
     analyse_graph(gm)
+    _read_targets(gm)
     setattr(gm, ATTRIBUTE, loss_scale)
     border = _Border(gm)
     _copy_written_inputs(border)
@@ -78,10 +80,34 @@ def is_outside(node: Node) -> bool:
         return True
     if node.meta.get("outside") or (node.op == "call_function" and node.target in OUTSIDE_FUNCTIONS):
         return True
+    if is_foreign(node):
+        return True
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         source = node.args[0]
         return is_outside(source) and source.op not in ("placeholder", "get_attr")
     return False
+
+
+def _read_targets(gm: GraphModule) -> None:
+    """What an operation under no_grad wrote into is read by its own name: it still carries its gradient."""
+    for node in gm.graph.nodes:
+        if facts_of(node).in_place and not region_of(node).grad and "out" not in node.kwargs:
+            target = node.args[0] if node.args else None
+            if isinstance(target, Node):
+                node.replace_all_uses_with(target)
+
+
+def is_foreign(node: Node) -> bool:
+    """Whether a custom Function or operator runs in float32, so that its gradients can be the true ones.
+
+    One that computes in low precision (by an override or its author) stays inside: it needs the scale.
+    """
+    if node.op != "call_function" or not (node.target is runtime.apply_function or "::" in op_of(node)):
+        return False
+    values = [node, *node.all_input_nodes]
+    if any(facts_of(value).group for value in values):
+        return False  # it may write into an argument
+    return not any(is_low(leaf.dtype) for value in values for leaf in tensor_leaves(value.meta.get("val")))
 
 
 class _Border:
@@ -283,7 +309,9 @@ class _Leave:
         self.made[base, dtype] = made
         for reader in readers:
             _replace_argument(reader, value, made)
-        if base not in self.rerouted and not any(_is_scale(reader) for reader in (*others, *base_readers)):
+        if all(is_foreign(reader) for reader in readers):
+            pass  # nobody holds the value outside
+        elif base not in self.rerouted and not any(_is_scale(reader) for reader in (*others, *base_readers)):
             self.rerouted.add(base)
             self._reroute(made, value, others, base, base_readers)
         if value is not base and not value.users:

@@ -241,7 +241,7 @@ def test_inputs_written_in_place() -> None:
     torch.manual_seed(0)
     model = Writes()
     gm = embed(model, torch.zeros(2, 4))
-    assert calls(gm, (grad_scaling.unscale_written,))
+    assert "copy_" in [node.target for node in gm.graph.nodes]
     x = torch.zeros(2, 4)
     run(gm, x)
     torch.testing.assert_close(x, torch.ones(2, 4))
