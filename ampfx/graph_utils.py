@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ampfx.dtypes import Region, TensorSpec
+from ampfx.ops import schema_writes
 
 DEFAULT_REGION = Region()
 
@@ -46,6 +47,8 @@ def is_impure(node: Node) -> bool:
     op = op_of(node)
     if op in _IMPURE_OPS or "out" in node.kwargs:
         return True
+    if "::" in op and (not specs(node) or schema_writes(node.target)):
+        return True  # an operator of the user's that writes, or that is called for what it does
     return bool(node.meta.get("impure", False)) or (op.endswith("_") and not op.endswith("__"))
 
 

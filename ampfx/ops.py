@@ -244,7 +244,28 @@ def written_arguments(node: Node) -> tuple[Any, ...]:
         value = _argument(node, argument)
         if value is not None:
             written.append(value)
+    if "::" in name:
+        written.extend(_argument_of_schema(node, position, key) for position, key in schema_writes(node.target))
     return tuple(value for value in written if isinstance(value, Node))
+
+
+def schema_writes(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator's schema says it writes into."""
+    operator_ = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
+    if isinstance(operator_, torch._ops.OpOverloadPacket):
+        operator_ = getattr(operator_, operator_.overloads()[0])
+    if not isinstance(operator_, torch._ops.OpOverload):
+        return ()
+    arguments = enumerate(operator_._schema.arguments)
+    return tuple(
+        (position, argument.name)
+        for position, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _argument_of_schema(node: Node, position: int, name: str) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def author_dtype(node: Node) -> torch.dtype | None:

@@ -103,6 +103,8 @@ class Pinner:
             pin = self._fixed(node, facts) or overrides.get(node) or differentiated.get(node)
             if pin is None and node.op not in ("placeholder", "get_attr"):
                 pin = self._by_rule(node, facts)
+            if pin is not None and pin.kind == "opaque":
+                self._pin_written(node, facts)
             if not facts.managed:
                 if pin is not None and not pin.low:
                     self.pins.demands[node] = pin
@@ -271,6 +273,16 @@ class Pinner:
         # A computed value explains more than a parameter.
         computed = (value for value in wide if value.op not in ("get_attr", "placeholder"))
         return next(computed, wide[0] if wide else None)
+
+    def _pin_written(self, node: Node, facts: NodeFacts) -> None:
+        """Code that cannot be looked into reads float32; what it writes into must be that very tensor."""
+        for value in facts.writes:
+            if facts_of(value).managed:
+                group = self.variables.value_variable(value)
+                known = self.pins.variables.get(group)
+                if known is None or known.low:
+                    reason = f"{node.name} writes into it"
+                    self.pins.variables[group] = Pin(False, "opaque", reason, parent=node)
 
     def _pin(self, node: Node, pin: Pin) -> None:
         self.pins.nodes[node] = pin
