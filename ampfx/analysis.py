@@ -164,6 +164,13 @@ def is_tuple_read(node: Node) -> bool:
     return isinstance(recorded_value(node.args[0]), tuple | list)
 
 
+def is_part_of_unknown(node: Node) -> bool:
+    """Whether a node picks a tensor from something whose parts are not known (the arguments of a hook)."""
+    if node.target is not operator.getitem or not node.args or not isinstance(node.args[0], Node):
+        return False
+    return recorded_value(node.args[0]) is None and facts_of(node).managed
+
+
 def author_low(facts: NodeFacts) -> bool:
     """Whether the author made this tensor low precision."""
     return is_low(facts.dtype)

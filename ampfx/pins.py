@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ampfx.analysis import NodeFacts, facts_of, is_tuple_read, recorded_value, tensor_leaves
+from ampfx.analysis import NodeFacts, facts_of, is_part_of_unknown, is_tuple_read, recorded_value, tensor_leaves
 from ampfx.argument_needs import (
     gives_dtype,
     is_moves,
@@ -126,6 +126,8 @@ class Pinner:
             return Pin(False, "input", "an input has the dtype that it arrives in")
         if node.op == "get_attr":
             return Pin(False, "input", "parameters and buffers stay float32")
+        if is_part_of_unknown(node):
+            return Pin(False, "opaque", "a hook gives it")
         if node.meta.get("cast"):
             return Pin(facts.dtype == self.low, "author", "a cast")
         if facts.managed and gives_dtype(node) and not is_tuple_read(node):
