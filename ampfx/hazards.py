@@ -105,6 +105,8 @@ def large_buffers(gm: GraphModule, low: torch.dtype) -> dict[Node, str]:
             continue
         if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.is_meta:
             continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            continue  # a parameter that torch.func replaced; its values cannot be looked at
         sentence = _large_values(value.detach(), low)
         if sentence is not None:
             found[node] = f"reads {node.target}, {sentence}"
