@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampfx.converted import ConvertedModule, wrap
+from ampfx.blocks import find_blocks
+from ampfx.capture.inputs import copy_inputs
+from ampfx.capture.plain_run import plain_run
+from ampfx.converted import BLOCK_WISE, ConvertedModule, wrap
 from ampfx.dtypes import LOW_DTYPES
 from ampfx.errors import CaptureError
 from ampfx.options import OptionError, make_options
@@ -53,10 +56,12 @@ def convert(
         loss_scale: ``"auto"`` (dynamic for float16, none for bfloat16), a number (static), a
             :class:`ampfx.LossScale` to share, or None to embed none.
         capture: ``"auto"``.
-        strict: raise where a part of the model cannot be captured. (Today every such part raises.)
+        strict: raise where the model cannot be captured whole. Otherwise what cannot be captured stays
+            Python, and its children are converted, each by itself; a warning says so.
         passes: the passes to run, ``ampfx.passes.DEFAULT_PASSES`` when None.
         objective: what the assignment minimises: ``"casts"``.
-        blocks: not available yet.
+        blocks: convert block by block: a module type, a glob on module paths, or a list of them. Each block
+            becomes a graph of its own in the kept module tree (for FSDP, per-block hooks and checkpoints).
         cache_weights: not available yet.
         output_dtype: dtype of the outputs that the model gives in float32.
 
@@ -79,19 +84,36 @@ def convert(
         strict=strict,
         passes=passes,
         objective=objective,
-        blocks=blocks,
+        blocks=None if blocks is None else find_blocks(model, blocks),
         cache_weights=cache_weights,
         output_dtype=output_dtype,
     )
     converted = wrap(model, options)
+    if options.blocks is not None:
+        converted._ampfx.stay_python(converted, BLOCK_WISE)
     inputs = _inputs(example_inputs, example_kwargs)
     if inputs is not None:
         with torch.autocast(device_type, enabled=False):
-            converted._ampfx.capture(converted, *inputs)
+            _capture(converted, *inputs)
     else:
         with torch.autocast(device_type, enabled=False):
             converted._ampfx.preview(converted)
     return converted
+
+
+def _capture(converted: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Capture the whole model, or its parts with the inputs that they get in a run of it."""
+    conversion = converted._ampfx
+    try:
+        if conversion.python_reason is None:
+            conversion.capture(converted, args, kwargs)
+            return
+    except CaptureError as error:
+        if conversion.options.strict:
+            raise
+        conversion.stay_python(converted, str(error))
+    with plain_run(converted):
+        conversion.call_python(converted, *copy_inputs(args, kwargs))
 
 
 def _check_model(model: object) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ampfx.blocks import is_above
 from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
 from ampfx.capture.inputs import is_input_leaf
 from ampfx.capture.made_up_inputs import candidates
@@ -31,6 +32,7 @@ from ampfx.graph_entry import GraphEntry, call_key, make_entry
 from ampfx.graph_view import GraphView
 from ampfx.loss_scale import ModuleScale, register_model
 from ampfx.options import Options
+from ampfx.parts import convert_children, parts_below, run_python
 from ampfx.passes import PassManager
 from ampfx.policy import check_matches
 from ampfx.printing import format_graph
@@ -50,6 +52,7 @@ _COPIED_STORES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+BLOCK_WISE = "the conversion is block by block (blocks=)."
 MADE_UP = (
     "the input was made up, to have a graph to look at; the first call captures with the real ones "
     "(or give convert example_inputs=)"
@@ -78,6 +81,8 @@ class Conversion:
         self.entries: list[GraphEntry] = []
         self.current: GraphEntry | None = None
         self.captures = 0
+        self.prefix = ""
+        self.python_reason: str | None = None
         self._warned_many = False
 
     # ------------------------------------------------------------------ running
@@ -86,6 +91,8 @@ class Conversion:
         """Run the converted forward."""
         if torch.compiler.is_compiling():
             return self.call_compiling(root, args, kwargs)
+        if self.python_reason is not None:
+            return self.call_python(root, args, kwargs)
         leaves: list[Any] = []
         structure = flatten((args, kwargs), is_input_leaf, leaves)
         key = call_key(leaves)
@@ -107,8 +114,51 @@ class Conversion:
                     continue
                 self._use(entry)
                 return result
-        entry = self.capture(root, args, kwargs)
+        try:
+            entry = self.capture(root, args, kwargs)
+        except CaptureError as error:
+            if self.options.strict:
+                raise
+            self.stay_python(root, str(error))
+            return self.call_python(root, args, kwargs)
         return entry.run(leaves)
+
+    def call_python(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that stays Python; its children are converted."""
+        options = self.options
+        scaled = self.scale is not None and options.dtype == torch.float16
+        forward = self.instance_forward or types.MethodType(self.original.forward, root)
+        return run_python(forward, args, kwargs, options.device_type, None if scaled else options.dtype)
+
+    def stay_python(self, root: nn.Module, reason: str) -> None:
+        """Leave this module's own code to Python from now on and convert its children instead."""
+        self.python_reason = reason
+        for entry in self.entries:
+            self._forget(root, entry)
+        self.entries.clear()
+        self.convert_children(root, {})
+        if not self.prefix and reason is not BLOCK_WISE:
+            warnings.warn(
+                f"{self.original.__name__} is converted in parts: {reason} What runs in Python is listed in "
+                "report(); strict=True raises instead.",
+                stacklevel=5,
+            )
+
+    def convert_children(self, root: nn.Module, known: dict[int, nn.Module]) -> None:
+        """Give ``root`` children that are converted, each by itself, when they are called."""
+
+        def part(child: nn.Module, path: str) -> nn.Module:
+            if isinstance(child, ConvertedModule):
+                return child
+            converted = wrap(child, self.options, self.scale)
+            converted._ampfx.prefix = path
+            blocks = self.options.blocks
+            if blocks is not None and is_above(path, blocks):
+                converted._ampfx.python_reason = BLOCK_WISE
+                converted._ampfx.convert_children(converted, known)
+            return converted
+
+        convert_children(root, part, known, self.prefix)
 
     def call_compiling(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward as ``torch.compile`` sees it: the graph of the current mode, with its guards."""
@@ -183,13 +233,15 @@ class Conversion:
             self._warned_many = True
             warnings.warn(
                 f"{self.original.__name__} was captured {self.captures} times: its forward branches on its inputs in "
-                f"many ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, which is "
-                "right but slow. What differed can be seen in the guards of model.graph.",
+                f"many ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, "
+                "which is right but slow. What differed can be seen in the guards of model.graph.",
                 stacklevel=7,
             )
 
     def preview(self, root: nn.Module) -> None:
         """Capture with a made-up input where one is easy to make up, to have a graph to look at."""
+        if self.python_reason is not None:
+            return
         forward = self.instance_forward or types.MethodType(self.original.forward, root)
         for candidate in candidates(root, forward):
             try:
@@ -217,13 +269,14 @@ class Conversion:
         )
         nodes = [node for node in view.graph.nodes if node.op in ("call_function", "call_method")]
         modules = list(view.root.named_modules())
-        context.warnings += check_matches(
-            options.policy,
-            nodes,
-            paths=[path for path, _ in modules],
-            types=[type(module) for _, module in modules],
-            low=options.dtype,
-        )
+        if not self.prefix:  # an override need not match something in each part
+            context.warnings += check_matches(
+                options.policy,
+                nodes,
+                paths=[path for path, _ in modules],
+                types=[type(module) for _, module in modules],
+                low=options.dtype,
+            )
         PassManager(options.passes).run(view, context)
         return context
 
@@ -234,6 +287,12 @@ class Conversion:
                 return entry
         if self.entries:
             return self.entries[0]
+        if self.python_reason is not None:
+            raise NotCapturedError(
+                f"{self.original.__name__} stays Python and is converted in parts, so it has no {what} of its own; its "
+                f"parts have: {', '.join(path for path, _ in parts_below(root, ConvertedModule)) or 'none'}. "
+                f"Why: {self.python_reason}"
+            )
         raise NotCapturedError(
             f"{self.original.__name__} is not captured yet, so it has no {what}: call it once, or convert it with "
             "example_inputs=."
@@ -317,19 +376,26 @@ class ConvertedModule(fx.GraphModule):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(state, memo))
-        return _attach(twin, self._ampfx)
+        return _attach(twin, self._ampfx, memo)
 
     def __copy__(self) -> ConvertedModule:
         twin = object.__new__(type(self))
         vars(twin).update({name: value for name, value in vars(self).items() if not name.startswith("_ampfx")})
-        return _attach(twin, self._ampfx)
+        return _attach(twin, self._ampfx, {})
 
     def __reduce__(self) -> Any:
         state = {name: value for name, value in vars(self).items() if not name.startswith("_ampfx")}
         conversion = self._ampfx
         return (
             _rebuild,
-            (conversion.original, conversion.options, conversion.instance_forward),
+            (
+                conversion.original,
+                conversion.options,
+                conversion.instance_forward,
+                conversion.scale,
+                conversion.prefix,
+                conversion.python_reason,
+            ),
             state,
             None,
             None,
@@ -375,8 +441,8 @@ def converted_class(original: Any) -> type[ConvertedModule]:
     return _converted_class(original)
 
 
-def wrap(model: nn.Module, options: Options) -> ConvertedModule:
-    """A converted module over ``model``, with no graph yet."""
+def wrap(model: nn.Module, options: Options, scale: ModuleScale | None = None) -> ConvertedModule:
+    """A converted module over ``model``, with no graph yet; ``scale`` is that of the module it is a part of."""
     original = type(model)
     converted = object.__new__(converted_class(original))
     attributes = dict(vars(model))
@@ -385,7 +451,9 @@ def wrap(model: nn.Module, options: Options) -> ConvertedModule:
         if store in attributes:
             attributes[store] = copy.copy(attributes[store])
     vars(converted).update(attributes)
-    return _finish(converted, options, original, instance_forward)
+    if inspect.ismethod(instance_forward) and instance_forward.__self__ is model:
+        instance_forward = types.MethodType(instance_forward.__func__, converted)
+    return _finish(converted, options, original, instance_forward, scale)
 
 
 def _finish(
@@ -393,19 +461,32 @@ def _finish(
     options: Options,
     original: type[nn.Module],
     forward: Callable[..., Any] | None,
+    scale: ModuleScale | None = None,
 ) -> ConvertedModule:
-    part = register_model(converted, options.loss_scale, options.dtype)
+    part = register_model(converted, scale or options.loss_scale, options.dtype)
     vars(converted)["_ampfx"] = Conversion(options, original, forward, part)
     return converted
 
 
-def _attach(twin: ConvertedModule, conversion: Conversion) -> ConvertedModule:
+def _attach(twin: ConvertedModule, conversion: Conversion, memo: dict[int, Any]) -> ConvertedModule:
     """Give a copy its own conversion: it captures again at its first call, from its own tensors."""
     forward = conversion.instance_forward
     if inspect.ismethod(forward):
         forward = types.MethodType(forward.__func__, twin)
-    return _finish(twin, conversion.options, conversion.original, forward)
+    scale = copy.deepcopy(conversion.scale, memo)  # the copies of a model's parts share one, too
+    _finish(twin, conversion.options, conversion.original, forward, scale)
+    twin._ampfx.prefix, twin._ampfx.python_reason = conversion.prefix, conversion.python_reason
+    return twin
 
 
-def _rebuild(original: type[nn.Module], options: Options, forward: Callable[..., Any] | None) -> ConvertedModule:
-    return _finish(object.__new__(converted_class(original)), options, original, forward)
+def _rebuild(
+    original: type[nn.Module],
+    options: Options,
+    forward: Callable[..., Any] | None,
+    scale: ModuleScale | None,
+    prefix: str,
+    python_reason: str | None,
+) -> ConvertedModule:
+    converted = _finish(object.__new__(converted_class(original)), options, original, forward, scale)
+    converted._ampfx.prefix, converted._ampfx.python_reason = prefix, python_reason
+    return converted

@@ -33,6 +33,7 @@ class Options:
     strict: bool
     passes: tuple[Pass, ...]
     output_dtype: torch.dtype
+    blocks: frozenset[str] | None = None
     max_graphs: int = MAX_GRAPHS
 
 
@@ -46,7 +47,7 @@ def make_options(
     strict: bool,
     passes: Sequence[Pass] | None,
     objective: str | None,
-    blocks: object,
+    blocks: frozenset[str] | None,
     cache_weights: bool,
     output_dtype: torch.dtype,
 ) -> Options:
@@ -56,12 +57,8 @@ def make_options(
         raise OptionError(f"dtype={low!r}: ampfx computes in torch.float16 or torch.bfloat16")
     if capture not in ("auto", "record"):
         raise OptionError(f'capture={capture!r}: only "auto" exists (a real run is recorded)')
-    if blocks is not None:
-        raise OptionError("blocks= is not there yet: models are converted whole")
     if cache_weights:
-        raise OptionError(
-            "cache_weights=True is not there yet: low-precision weights are cast in each forward"
-        )
+        raise OptionError("cache_weights=True is not there yet: low-precision weights are cast in each forward")
     if objective is not None and objective not in OBJECTIVES:
         raise OptionError(f"objective={objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:
@@ -75,6 +72,7 @@ def make_options(
         strict=strict,
         passes=DEFAULT_PASSES if passes is None else tuple(passes),
         output_dtype=output_dtype,
+        blocks=blocks,
     )
 
 

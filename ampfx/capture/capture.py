@@ -12,7 +12,6 @@ Steps:
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +23,16 @@ from torch import fx, nn
 from ampfx import runtime
 from ampfx.capture.attributes import MISSING, ModuleState, harmless, restore_attributes, snapshot_attributes
 from ampfx.capture.holders import HeldTensors
+from ampfx.capture.hooks import call_hooked, has_hooks
 from ampfx.capture.inputs import copy_leaves, is_input_leaf, is_output_leaf, leaf_names
 from ampfx.capture.interception import intercepting
 from ampfx.capture.random_state import python_state, random_state
-from ampfx.capture.recorder import Recorder, source_line, to_plain
+from ampfx.capture.recorder import Recorder, source_line
 from ampfx.capture.structure import Structure, flatten, unflatten
 from ampfx.capture.symbols import TracedFloat, TracedInt
 from ampfx.errors import CaptureError
 from ampfx.graph_utils import is_impure
 
-# Hooks of torch that compute a weight before each forward: they are part of the model's mathematics.
-_WEIGHT_HOOKS = ("WeightNorm", "SpectralNorm")
 
 
 @dataclass
@@ -83,7 +81,6 @@ class Capture:
         self.recorder = Recorder(root, self.held, constant_prefix)
         self.module_calls: dict[str, int] = {}
         self._regions = 0
-        self._hooked: list[nn.Module] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """Record one call of the model with these arguments."""
@@ -187,73 +184,11 @@ class Capture:
         self.module_calls[path] = self.module_calls.get(path, 0) + 1
         stack.append((path, type(module)))
         try:
-            if id(module) in self.paths and _has_hooks(module) and module not in self._hooked:
-                return self._call_hooked(module, path, args, kwargs)
+            if id(module) in self.paths and has_hooks(module):
+                return call_hooked(self, module, path, args, kwargs)
             return original(module, *args, **kwargs)
         finally:
             stack.pop()
-
-    def _call_hooked(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hooks stay calls; what stands between them is recorded as ever."""
-        recorder = self.recorder
-        if _only_weight_hooks(module):
-            for hook in module._forward_pre_hooks.values():
-                hook(module, args)
-            return module.forward(*args, **kwargs)
-        owner = recorder.module_node(path)
-        if module._forward_pre_hooks:
-            args, kwargs = self._opaque(runtime.run_forward_pre_hooks, owner, module, (args, kwargs))
-        handle: Any = None
-        if module._backward_hooks or module._backward_pre_hooks:
-            begin = recorder._create(runtime.begin_backward_hooks, (owner, recorder.to_fx(args)), {}, "call_function")
-            begin.meta["val"] = None
-            handle = begin
-            inputs = recorder._create(operator.getitem, (begin, 1), {}, "call_function")
-            args = self._bind_opaque(inputs, args)
-        result = module.forward(*args, **kwargs)
-        if handle is not None:
-            end = recorder._create(
-                runtime.end_backward_hooks,
-                (self._part(handle, 0), recorder.to_fx(result)),
-                {},
-                "call_function",
-            )
-            result = self._bind_opaque(end, result)
-        if module._forward_hooks:
-            result = self._opaque(runtime.run_forward_hooks, owner, module, (args, kwargs, result))
-        return result
-
-    def _part(self, node: fx.Node, index: int) -> fx.Node:
-        part = self.recorder._create(operator.getitem, (node, index), {}, "call_function")
-        part.meta["val"] = None
-        return part
-
-    def _opaque(self, function: Callable[..., Any], owner: fx.Node, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        recorder = self.recorder
-        node = recorder._create(function, (owner, *recorder.to_fx(args)), {}, "call_function")
-        with recorder.paused():
-            result = function(module, *to_plain(args))
-        return self._bind_opaque(node, result)
-
-    def _bind_opaque(self, node: fx.Node, value: Any) -> Any:
-        """Every tensor inside ``value`` becomes a part of ``node``, by position."""
-        recorder = self.recorder
-        if isinstance(value, torch.Tensor):
-            recorder.remember(value, node)
-            return value
-        if isinstance(value, dict):
-            for key, item in value.items():
-                self._bind_part(node, key, item)
-        elif isinstance(value, (tuple, list)):
-            for index, item in enumerate(value):
-                self._bind_part(node, index, item)
-        node.meta["val"] = None
-        return value
-
-    def _bind_part(self, node: fx.Node, key: Any, item: Any) -> None:
-        if isinstance(item, (torch.Tensor, dict, tuple, list)):
-            part = self.recorder._create(operator.getitem, (node, key), {}, "call_function")
-            self._bind_opaque(part, item)
 
     def call_function(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom autograd Function is applied: one node, its own backward is kept."""
@@ -303,18 +238,6 @@ class Capture:
                 node.meta["val"] = None
                 written.append((path, name))
         return tuple(written)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-def _only_weight_hooks(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks) and all(
-        type(hook).__name__ in _WEIGHT_HOOKS for hook in module._forward_pre_hooks.values()
-    )
 
 
 def _device_type(leaves: list[Any], root: nn.Module) -> str:

@@ -430,8 +430,8 @@ class Recorder(TorchFunctionMode):
             raise CaptureError(
                 "an operation reads a tensor that was made where the recorder does not see it "
                 f"(shape {tuple(to_plain_shape(tensor))}, at {source_line() or 'an unknown line'}; numpy, a "
-                "TorchScript function, or a constructor such as torch.Tensor(...)). Make it with torch.tensor, torch.zeros or "
-                "another torch function, or keep it as a buffer."
+                "TorchScript function, or a constructor such as torch.Tensor(...)). Make it with torch.tensor, "
+                "torch.zeros or another torch function, or keep it as a buffer."
             )
         if holder.attribute is not None:
             node = self._insert_attribute(holder.attribute)
