@@ -97,7 +97,7 @@ class HeldTensors:
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Keep the value of a tensor that a recorded operation is about to overwrite."""
-        base = tensor._base if tensor._is_view() else tensor
+        base: Any = tensor._base if tensor._is_view() else tensor
         for candidate in (tensor, base):
             if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
                 continue
