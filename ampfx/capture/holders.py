@@ -97,14 +97,15 @@ class HeldTensors:
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Keep the value of a tensor that a recorded operation is about to overwrite."""
-        base: Any = tensor._base if tensor._is_view() else tensor
+        base = tensor._base if tensor._is_view() else tensor
         for candidate in (tensor, base):
             if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
                 continue
-            alive = self._alive.get(id(candidate))
-            if alive is not None and alive() is candidate:
+            held: torch.Tensor = candidate
+            alive = self._alive.get(id(held))
+            if alive is not None and alive() is held:
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._save(candidate)
+                    self._save(held)
 
     def restore(self) -> None:
         """Bring back every value that the recorded run overwrote."""
