@@ -59,15 +59,22 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=0.1)
 
 
-def build(mode: Mode, net: nn.Module, example: Tensor, lr: float) -> Training:
-    """Prepare ``net`` for classification in ``mode``, with AdamW and gradient clipping."""
+def build(
+    mode: Mode, net: nn.Module, example: Tensor, lr: float, policy: ampfx.Policy | str = "autocast"
+) -> Training:
+    """Prepare ``net`` for classification in ``mode``, with AdamW and gradient clipping.
+
+    ``policy`` is for ampfx; nothing like it exists for autocast.
+    """
     if mode.by == "ampfx":
-        return _with_ampfx(mode, net, example, lr)
+        return _with_ampfx(mode, net, example, lr, policy)
     return _with_autocast(mode, net, example.device.type, lr)
 
 
-def _with_ampfx(mode: Mode, net: nn.Module, example: Tensor, lr: float) -> Training:
-    model = ampfx.convert(net, (example,), dtype=mode.dtype)
+def _with_ampfx(
+    mode: Mode, net: nn.Module, example: Tensor, lr: float, policy: ampfx.Policy | str
+) -> Training:
+    model = ampfx.convert(net, (example,), dtype=mode.dtype, policy=policy)
     inner = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     optimizer = ampfx.LossScaleOptimizer(inner, model)
 
