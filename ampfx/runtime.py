@@ -79,7 +79,12 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 @register_impure
-def run_forward_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_forward_pre_hooks(module: nn.Module, nested: Any, *leaves: Any) -> tuple[Any, ...]:
+    """Run a module's forward pre-hooks; returns the tensors of the arguments they leave."""
+    return tuple(nested.leaves(call_forward_pre_hooks(module, *nested.build(leaves))))
+
+
+def call_forward_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pre-hooks; returns the arguments they leave."""
     for hook_id, hook in tuple(module._forward_pre_hooks.items()):
         if hook_id in module._forward_pre_hooks_with_kwargs:
@@ -94,7 +99,12 @@ def run_forward_pre_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 @register_impure
-def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def run_forward_hooks(module: nn.Module, nested: Any, *leaves: Any) -> tuple[Any, ...]:
+    """Run a module's forward hooks; returns the tensors of the output they leave."""
+    return tuple(nested.leaves(call_forward_hooks(module, *nested.build(leaves))))
+
+
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Run a module's forward hooks; returns the output they leave."""
     for hook_id, hook in tuple(module._forward_hooks.items()):
         if hook_id in module._forward_hooks_with_kwargs:
@@ -107,17 +117,18 @@ def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 @register_impure
-def begin_backward_hooks(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Attach a module's full backward hooks to its inputs; returns the handle and the inputs."""
+def begin_backward_hooks(module: nn.Module, nested: Any, *leaves: Any) -> tuple[Any, ...]:
+    """Attach a module's full backward hooks to its inputs; returns the handle and the inputs' tensors."""
     full, _ = module._get_backward_hooks()
     handle = BackwardHook(module, full, module._get_backward_pre_hooks())
-    return handle, handle.setup_input_hook(args)
+    args = handle.setup_input_hook(nested.build(leaves))
+    return handle, *nested.leaves(args)
 
 
 @register_impure
-def end_backward_hooks(handle: Any, result: Any) -> Any:
-    """Attach a module's full backward hooks to its output; returns the output."""
-    return handle.setup_output_hook(result)
+def end_backward_hooks(handle: Any, nested: Any, *leaves: Any) -> tuple[Any, ...]:
+    """Attach a module's full backward hooks to its output; returns the output's tensors."""
+    return tuple(nested.leaves(handle.setup_output_hook(nested.build(leaves))))
 
 
 @register_impure

@@ -34,7 +34,6 @@ from ampfx.errors import CaptureError
 from ampfx.graph_utils import is_impure
 
 
-
 @dataclass
 class Captured:
     """A recorded graph and what belongs to it.

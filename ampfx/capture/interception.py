@@ -1,7 +1,7 @@
 """Points of torch that a recording must see and that no torch-function mode reports.
 
-Module calls (for paths and hooks), custom autograd Functions, the author's autocast regions and
-checkpoints. Each is patched once for the process while at least one recording runs, and acts only on the
+Module calls (for paths and hooks), custom autograd Functions, the author's autocast and inference-mode
+regions, and checkpoints. Each is patched once for the process while at least one recording runs, and acts only on the
 thread that records: other threads run as always.
 """
 
@@ -53,6 +53,7 @@ def _install() -> None:
     _saved["call"] = nn.Module.__call__
     _saved["enter"] = torch.autocast.__enter__
     _saved["exit"] = torch.autocast.__exit__
+    _saved["inference"] = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     _saved["checkpoint"] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     original_call, enter, leave = _saved["call"], _saved["enter"], _saved["exit"]
     original_checkpoint = _saved["checkpoint"]
@@ -83,6 +84,22 @@ def _install() -> None:
         capture.recorder.autocast_stack.pop()
         return False
 
+    inference_enter, inference_leave = _saved["inference"]
+
+    def inference_mode_enter(region: Any) -> Any:
+        """In a graph inference mode is a region without gradients: its tensors may be read outside."""
+        if active() is None:
+            return inference_enter(region)
+        region._ampfx_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(not region.mode)
+        return None
+
+    def inference_mode_exit(region: Any, *error: Any) -> Any:
+        if active() is None:
+            return inference_leave(region, *error)
+        torch._C._set_grad_enabled(region._ampfx_grad)
+        return None
+
     def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         capture = active()
         if capture is None:
@@ -94,6 +111,8 @@ def _install() -> None:
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = checkpoint  # type: ignore[assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    torch.inference_mode.__enter__ = inference_mode_enter  # type: ignore[method-assign]
+    torch.inference_mode.__exit__ = inference_mode_exit  # type: ignore[method-assign]
     torch.autocast.__enter__ = autocast_enter  # type: ignore[method-assign]
     torch.autocast.__exit__ = autocast_exit  # type: ignore[method-assign]
 
@@ -102,6 +121,7 @@ def _remove() -> None:
     nn.Module.__call__ = _saved["call"]  # type: ignore[method-assign]
     del _SingleLevelFunction.apply  # type: ignore[attr-defined]
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = _saved["checkpoint"]
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = _saved["inference"]  # type: ignore[method-assign]
     torch.autocast.__enter__ = _saved["enter"]  # type: ignore[method-assign]
     torch.autocast.__exit__ = _saved["exit"]  # type: ignore[method-assign]
     _saved.clear()
