@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from ampfx.blocks import is_above
 from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
+from ampfx.capture.dtype_following import following_dtypes
 from ampfx.capture.inputs import is_input_leaf
 from ampfx.capture.made_up_inputs import candidates
 from ampfx.capture.plain_run import failing_line, first_call, plain_run
@@ -207,11 +208,11 @@ class Conversion:
         """Record the forward; tell an error of the model from one of the recording."""
         try:
             try:
-                return Capture(root, forward, prefix).run(args, kwargs)
+                return self._record_once(root, forward, prefix, args, kwargs)
             except UnstableAttributeError:
                 # Many models set themselves up at their first call. Let them, then look again.
                 with first_call(root, forward, args, kwargs):
-                    return Capture(root, forward, prefix).run(args, kwargs)
+                    return self._record_once(root, forward, prefix, args, kwargs)
         except CaptureError as error:
             raise CaptureError(f"{self.original.__name__} cannot be captured: {error}") from error
         except Exception as error:
@@ -222,6 +223,16 @@ class Conversion:
                 f"{self.original.__name__} cannot be captured: at {line} its forward does something that runs with "
                 f"plain values and fails while it is recorded ({type(error).__name__}: {error})"
             ) from error
+
+    @staticmethod
+    def _record_once(root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any) -> Captured:
+        try:
+            capture = Capture(root, forward, prefix)
+            capture.recorder.follow_dtypes = True
+            with following_dtypes():
+                return capture.run(args, kwargs)
+        except TypeError:  # a function that takes no traced dtype
+            return Capture(root, forward, prefix).run(args, kwargs)
 
     @staticmethod
     def _forget(root: nn.Module, entry: GraphEntry) -> None:

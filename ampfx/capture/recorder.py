@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ampfx import runtime
+from ampfx.capture.dtype_following import TracedDtype, is_traced_dtype
 from ampfx.capture.holders import HeldTensors
 from ampfx.capture.symbols import TracedFloat, TracedInt, TracedSize, is_traced
 from ampfx.dtypes import Region, TensorSpec
@@ -216,6 +217,10 @@ _PLAIN_TYPES = (
 )
 
 
+# As they are before a recording wraps some of them.
+_METHODS_OF_TENSORS: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in dir(torch.Tensor)}
+
+
 class Recorder(TorchFunctionMode):
     """Records the torch-level calls made while it is active.
 
@@ -233,6 +238,7 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.constants: dict[str, Any] = {}
         self.late_guards = False
+        self.follow_dtypes = False
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         self._attributes: dict[int, fx.Node] = {}
         self._guarded: set[tuple[fx.Node, str]] = set()
@@ -478,6 +484,8 @@ class Recorder(TorchFunctionMode):
             return [self.to_fx(item) for item in value]
         if isinstance(value, dict):
             return {key: self.to_fx(item) for key, item in value.items()}
+        if is_traced_dtype(value):
+            return value.value
         if isinstance(value, _PLAIN_TYPES) or value is Ellipsis:
             return value
         if isinstance(value, range):
@@ -636,6 +644,8 @@ class Recorder(TorchFunctionMode):
     def _read_property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
         tensor = args[0] if args else None
+        if name == "dtype" and self.follow_dtypes and isinstance(tensor, torch.Tensor):
+            return self._dtype_of(tensor, self._run(func, args, {}))
         if not isinstance(tensor, torch.Tensor) or name in _FIXED_PROPERTIES:
             return self._run(func, args, {})
         if name == "shape":
@@ -649,6 +659,24 @@ class Recorder(TorchFunctionMode):
             node = self._create(builtins.getattr, (self.to_fx(tensor), name), {}, "call_function")
             return self.bind(self._run(func, args, {}), node)
         raise CaptureError(f"forward reads .{name} of a tensor at {source_line()}: that cannot be recorded")
+
+    def _dtype_of(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        """The dtype of a tensor; traced where the assignment may give it another."""
+        node = self.node_of(tensor)
+        if dtype != torch.float32 or node is None or node.op in ("placeholder", "get_attr"):
+            return dtype
+        return TracedDtype(dtype, node, self)
+
+    def cast_like(self, tensor: torch.Tensor, dtype: TracedDtype) -> torch.Tensor:
+        """Record a cast to the dtype of another recorded tensor."""
+        if self._paused:
+            return tensor.to(dtype.value)
+        node = self._create("type_as", (self.node_for(tensor), dtype.fx_node), {}, "call_method")
+        with self.paused():
+            result = tensor.to(dtype.value)
+            result = torch.ops.aten.alias(result) if result is tensor else result
+        self.remember(result, node)
+        return result
 
     def _write_property(self, func: Any, args: Any) -> Any:
         name = func.__self__.__name__
@@ -683,7 +711,7 @@ def _fresh(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_method(func: Any, name: str) -> bool:
     """Whether ``func`` is a method of tensors rather than a function of a module."""
-    if getattr(torch.Tensor, name, None) is func:
+    if _METHODS_OF_TENSORS.get(name) is func:
         return True
     # Tensor.__pow__ and others are wrappers of another name: pow.
     return getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name)
@@ -691,7 +719,7 @@ def _is_method(func: Any, name: str) -> bool:
 
 def to_plain(value: Any) -> Any:
     """The arguments of a call with traced numbers replaced by plain ones."""
-    if is_traced(value):
+    if is_traced(value) or is_traced_dtype(value):
         return value.value
     if issubclass(type(value), TracedSize):
         return torch.Size(to_plain(item) for item in tuple.__iter__(value))
