@@ -184,7 +184,8 @@ class Conversion:
 
     def capture(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphEntry:
         """Capture and convert the model for one more situation."""
-        with _capture_lock, torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+        grad = torch.is_grad_enabled()  # asked first: leaving inference mode switches it on
+        with _capture_lock, torch.inference_mode(False), torch.set_grad_enabled(grad):
             return self._capture(root, args, kwargs)
 
     def _capture(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphEntry:

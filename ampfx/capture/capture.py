@@ -63,6 +63,13 @@ class UnstableAttributeError(CaptureError):
     """The forward changes a plain attribute; it may do so at its first call only."""
 
 
+def _own_saves() -> contextlib.AbstractContextManager[Any]:
+    """What a recorded run saves for a backward is its own: no hook of a caller (a checkpoint) may see it."""
+    if torch._C._are_functorch_transforms_active():  # they allow no such hooks, so there are none of a caller
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class Capture:
     """One recording of a module.
 
@@ -93,7 +100,7 @@ class Capture:
         try:
             with random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
                 python_random = python_state()
-                with intercepting(self), recorder:
+                with _own_saves(), intercepting(self), recorder:
                     result = self._call_root(call_args, call_kwargs)
                     outputs: list[Any] = []
                     out_structure = flatten(result, is_output_leaf, outputs)
@@ -112,8 +119,8 @@ class Capture:
         self._drop_unread()
         return Captured(
             graph=graph,
-            inputs=structure,
-            outputs=out_structure,
+            inputs=structure.without_leaves(),
+            outputs=out_structure.without_leaves(),
             constants={name: value for name, value in recorder.constants.items() if not name.startswith("_keep_")},
             written_attributes=written,
             mutated=mutated,

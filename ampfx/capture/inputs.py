@@ -39,7 +39,8 @@ def copy_leaves(leaves: list[Any]) -> list[Any]:
             continue
         if id(leaf) not in copies:
             copy = leaf.detach().clone()
-            if leaf.requires_grad:
+            # Inside torch.func's transforms requires_grad_() is refused; there the transform tracks the gradient.
+            if leaf.requires_grad and not torch._C._are_functorch_transforms_active():
                 copy.requires_grad_()
                 if not leaf.is_leaf and torch.is_grad_enabled():
                     copy = copy.clone()  # not a leaf: in-place writes are allowed on it
