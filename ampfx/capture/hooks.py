@@ -43,7 +43,7 @@ class Nested:
     def of(cls, value: Any) -> tuple[Nested, list[Any]]:
         """The nested value around its leaves, and the leaves."""
         leaves: list[Any] = []
-        return cls(flatten(value, is_output_leaf, leaves)), leaves
+        return cls(flatten(value, is_output_leaf, leaves).without_leaves()), leaves
 
     @staticmethod
     def leaves(value: Any) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,12 @@ class Structure:
     constant: Any = None
     template: Any = dataclasses.field(default=None, compare=False, hash=False)
 
+    def without_leaves(self) -> Structure:
+        """The same structure, its templates rid of the leaves that they were made with and would keep alive."""
+        template = None if self.template is None else _build(self, itertools.repeat(None))
+        children = tuple(child.without_leaves() for child in self.children)
+        return dataclasses.replace(self, children=children, template=template)
+
 
 LEAF = Structure(None)
 
@@ -54,7 +62,7 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool], leaves: list[Any], depth
     if (
         value is None
         or kind in (str, int, float, bool, bytes, complex)
-        or issubclass(kind, (torch.dtype, torch.device))
+        or issubclass(kind, (torch.dtype, torch.device, enum.Enum))
     ):
         return Structure(kind, constant=value)
     if isinstance(value, dict):
