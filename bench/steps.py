@@ -1,6 +1,6 @@
 """Counts and paired step times of small models in float32, under ``torch.autocast`` and with ampfx.
 
-``python -m bench.steps [--batch-size N] [--rounds N]`` prints, per model and mode:
+``python -m bench.steps [--batch-size N] [--rounds N] [--threads N]`` prints, per model and mode:
 
 * casts and the megabytes they move, kernels, and megabytes saved for backward, of one training step
   (exact counts, see ``ampfx.measure``);
@@ -74,7 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Counts and paired step times of small models.")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1, help="on CPU; with more, be alone on the machine")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     print(machine())
     for name in MODELS:
         measure(name, args.batch_size, args.rounds)
