@@ -217,10 +217,6 @@ class _DualScale(_Scale):
         return tangent.clone() if tangent.dtype == ctx.result else tangent.to(ctx.result)
 
 
-_DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]]
-_DUAL = {_Unscale: _DualUnscale, _Scale: _DualScale}
-
-
 class _Multiply(torch.autograd.Function):
     """A gradient that crosses the border while a graph of the backward pass is made; see step 3.
 
@@ -231,13 +227,12 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(loss_scale: ModuleScale, enters: bool, dtype: torch.dtype, grad: Tensor) -> Tensor:
-        source = loss_scale.scale_for if enters else loss_scale.inv_scale_for
-        return times(grad, source(grad.device)).to(dtype)
+        return _multiplied(loss_scale, enters, dtype, grad)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.loss_scale, ctx.enters, _, grad = inputs
+        ctx.loss_scale, ctx.enters, ctx.result, grad = inputs
         ctx.dtype = grad.dtype
 
     @staticmethod
@@ -248,6 +243,22 @@ class _Multiply(torch.autograd.Function):
             return None, None, None, _apply(_Scale, ctx.loss_scale, ctx.dtype, grad)
         return None, None, None, _apply(_Unscale, ctx.loss_scale, ctx.dtype, False, grad)[0]
 
+
+class _DualMultiply(_Multiply):
+    """The same; a tangent of a gradient is a change of it, so it grows with it."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _multiplied(ctx.loss_scale, ctx.enters, ctx.result, tangents[3])
+
+
+_DUAL: dict[type[torch.autograd.Function], type[torch.autograd.Function]]
+_DUAL = {_Unscale: _DualUnscale, _Scale: _DualScale, _Multiply: _DualMultiply}
+
+
+def _multiplied(loss_scale: ModuleScale, enters: bool, dtype: torch.dtype, grad: Tensor) -> Tensor:
+    source = loss_scale.scale_for if enters else loss_scale.inv_scale_for
+    return times(grad, source(grad.device)).to(dtype)
 
 
 def _unscaled(loss_scale: ModuleScale, dtypes: tuple[torch.dtype, ...], grads: Grads) -> Grads:
