@@ -351,9 +351,9 @@ class ConvertedModule(fx.GraphModule):
     def recompile(self) -> fx.graph.PythonCode:
         """Generate the code anew after an edit of :attr:`graph`."""
         entry = self._ampfx.entry(self, "graph")
-        code = entry.view.recompile()
-        entry.checked = entry.traceable = entry.view.__dict__["_run"]
-        return code
+        entry.view.recompile()
+        entry.checked = entry.view.compiled
+        return entry.view.graph.python_code(root_module="self")
 
     def print_readable(self, *args: Any, **kwargs: Any) -> str:
         """The code of the graph with types, as :meth:`torch.fx.GraphModule.print_readable`."""

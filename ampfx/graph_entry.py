@@ -24,11 +24,10 @@ from ampfx.capture.capture import Captured
 from ampfx.capture.host_state import HostState
 from ampfx.capture.shape_guards import value_guards
 from ampfx.capture.structure import unflatten
-from ampfx.checkpoints import has_regions, outline
 from ampfx.context import ConversionContext
 from ampfx.errors import AmpfxError
 from ampfx.graph_utils import get_attribute, is_impure
-from ampfx.graph_view import GraphView, compile_flat, compile_graph
+from ampfx.graph_view import GraphView
 from ampfx.ops import written_arguments
 
 _MAX_VERIFIED = 4096
@@ -76,7 +75,6 @@ class GraphEntry:
         host: state of the modules.
         view: the converted graph, without guards on shapes.
         checked: the same graph with all guards.
-        traceable: the same, reading attributes one by one as ``torch.compile`` wants it.
         context: settings and notes of the passes.
         training: mode of the root module.
     """
@@ -86,7 +84,6 @@ class GraphEntry:
     host: HostState
     view: GraphView
     checked: Callable[..., Any]
-    traceable: Callable[..., Any]
     context: ConversionContext
     training: bool
     title: str = ""
@@ -101,11 +98,11 @@ class GraphEntry:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
         if self.data_guards or not self.shapes_known(leaves):
             with self._undone_on_error(leaves):
-                values = self.checked(self.view.__dict__["_ampfx_host"], *leaves)
+                values = self.checked(*leaves)
             if not self.data_guards and len(self.verified) < _MAX_VERIFIED:
                 self.verified.add(shape_key(leaves))
         else:
-            values = self.view.forward(*leaves)
+            values = self.view.compiled(*leaves)
         return unflatten(self.captured.outputs, values)
 
     def run_compiling(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +110,7 @@ class GraphEntry:
         leaves = plain_leaves(args, kwargs)
         if len(leaves) != self.num_inputs:
             raise AmpfxError(f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}")
-        values = self.traceable(self.view.__dict__["_ampfx_host"], *leaves)
+        values = self.checked(*leaves)
         if self.captured.outputs.kind is None:
             return values[0]
         return unflatten(self.captured.outputs, values)
@@ -164,19 +161,17 @@ def make_entry(
     vars(root).update(captured.constants)
     written_inputs, written_tensors = _written(captured.graph)
     context = lower(view)
-    checked = compile_graph(view.graph, view.__dict__["_ampfx_host"])
-    traceable = compile_flat(outline(view.graph, compile_flat) if has_regions(view.graph) else view.graph)
+    checked = view.compiled
     shape_guards, data_guards = value_guards(view.graph)
     if shape_guards:
         _remove(view.graph, shape_guards)
-    view.recompile()
+        view.recompile()
     entry = GraphEntry(
         captured=captured,
         key=call_key(leaves),
         host=host,
         view=view,
         checked=checked,
-        traceable=traceable,
         context=context,
         training=root.training,
         title=title,

@@ -70,7 +70,7 @@ class GraphView(fx.GraphModule):
             _replace_hooks=[],
             _create_node_hooks=[],
             _erase_node_hooks=[],
-            _code="",
+            _code=None,
             _run=None,
         )
         self.training = root.training
@@ -114,22 +114,30 @@ class GraphView(fx.GraphModule):
     @property
     def code(self) -> str:
         """The Python code of the graph."""
+        if self.__dict__["_code"] is None:
+            self.__dict__["_code"] = self.graph.python_code(root_module="self").src
         return str(self.__dict__["_code"])
 
-    def recompile(self) -> fx.graph.PythonCode:
-        """Generate the code that :meth:`forward` runs."""
-        python_code = self.graph.python_code(root_module="self")
-        self.__dict__["_code"] = python_code.src
-        self.__dict__["_run"] = compile_graph(self.graph, self.__dict__["_ampfx_host"])
-        return python_code
+    def recompile(self) -> None:  # type: ignore[override]
+        """Generate the code anew when it is needed next."""
+        self.__dict__["_code"] = self.__dict__["_run"] = None
+
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """The function ``(*inputs)`` of the graph's code."""
+        if self.__dict__["_run"] is None:
+            self.__dict__["_run"] = compile_graph(self.graph, self.__dict__["_ampfx_host"])
+        run = self.__dict__["_run"]
+        assert callable(run)
+        return run  # type: ignore[no-any-return]
 
     def forward(self, *inputs: Any) -> Any:
         """Run the graph on the leaves of the inputs; returns the leaves of the result."""
-        return self.__dict__["_run"](self.__dict__["_ampfx_host"], *inputs)
+        return self.compiled(*inputs)
 
 
 def compile_graph(graph: fx.Graph, host: Host) -> Callable[..., Any]:
-    """A function ``(host, *inputs)`` that runs a graph, its checkpointed regions as such.
+    """A function ``(*inputs)`` that runs a graph, its checkpointed regions as such.
 
     Tensors of the model are fetched from their containers in one sweep: walking from module to module
     for each of them is what an eager model spends much of its time on.
@@ -153,7 +161,7 @@ def compile_graph(graph: fx.Graph, host: Host) -> Callable[..., Any]:
             copies[node] = fetched.node_copy(node, copies.__getitem__)
     function = compile_flat(fetched)
 
-    def run(host: Host, *inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         return function(host, *inputs, *[store[name] for store, name in stores])
 
     return run

@@ -20,7 +20,7 @@ _KEPT_STORES = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-_STORES = frozenset(
+STORES = frozenset(
     {
         *_KEPT_STORES,
         "_non_persistent_buffers_set",
@@ -43,7 +43,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes = {name: value for name, value in vars(module).items() if name not in _STORES}
+        self.attributes = {name: value for name, value in vars(module).items() if name not in STORES}
         self.stores = {name: dict(vars(module)[name]) for name in _KEPT_STORES}
         self.contents = {
             name: list(value) if isinstance(value, list) else dict(value)
@@ -56,7 +56,7 @@ class ModuleState:
         now = vars(self.module)
         changed = []
         for name, value in now.items():
-            if name in _STORES or name.startswith("_ampfx"):
+            if name in STORES or name.startswith("_ampfx"):
                 continue
             old = self.attributes.get(name, MISSING)
             if (old is not value and not _same_plain(old, value)) or (
@@ -73,7 +73,7 @@ class ModuleState:
     def restore(self) -> None:
         """Bring every attribute back, in place: the containers keep their identity."""
         now = vars(self.module)
-        for name in [name for name in now if name not in _STORES and name not in self.attributes]:
+        for name in [name for name in now if name not in STORES and name not in self.attributes]:
             if not name.startswith("_ampfx"):
                 del now[name]
         for name, value in self.attributes.items():

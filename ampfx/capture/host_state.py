@@ -1,18 +1,29 @@
 """The state of a module that a graph was captured for.
 
 A graph bakes in what the forward reads from its modules besides tensors: ``training`` flags, plain
-attributes (``self.p``), which hooks and submodules there are, which parameters need gradients and in
-which dtype they are. :class:`HostState` remembers all of it and tells, fast, whether it still holds.
+attributes (``self.p``), which hooks and submodules there are, which parameters need gradients, their dtypes
+and shapes. :class:`HostState` remembers all of it and tells, fast, whether it still holds:
+
+1. one sweep compares every attribute, and the contents of every list, dict, set and plain object that
+   attributes hold, with what they were, mostly by identity;
+2. where that finds a difference, the attributes are compared by what a graph can depend on: plain values
+   by value, tensors by dtype and shape, and those that the forward itself assigns without their shape.
 """
 
 from __future__ import annotations
 
+import enum
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ampfx.capture.attributes import STORES
+
 _HOOK_STORES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DEPTH = 4
 
 
 class HostState:
@@ -29,29 +40,14 @@ class HostState:
             skip.setdefault(path, set()).add(name)
         self._modules: list[tuple[str, nn.Module]] = list(root.named_modules())
         self._skip = [frozenset(skip.get(path, ())) for path, _ in self._modules]
-        self._any_skip = bool(skip)
         self._dicts = [vars(module) for _, module in self._modules]
         self._children = [d["_modules"] for d in self._dicts if d["_modules"]]
         self._parameters = [d["_parameters"] for d in self._dicts if d["_parameters"]]
+        self._buffers = [
+            (d["_buffers"], skip_here) for d, skip_here in zip(self._dicts, self._skip, strict=True) if d["_buffers"]
+        ]
         self._hooks = [d[store] for d in self._dicts[1:] for store in _HOOK_STORES]
-        self._objects = self._plain_objects()
         self.capture()
-
-    def _plain_objects(self) -> list[dict[str, Any]]:
-        """``vars`` of the objects that modules hold and that are no modules or tensors (configurations)."""
-        seen: dict[int, dict[str, Any]] = {}
-        for module_dict in self._dicts:
-            for name, value in module_dict.items():
-                if (
-                    name.startswith("_ampfx")
-                    or name in _HOOK_STORES
-                    or isinstance(value, (nn.Module, torch.Tensor, type))
-                ):
-                    continue
-                inner = getattr(value, "__dict__", None)
-                if isinstance(inner, dict) and not callable(value):
-                    seen.setdefault(id(value), inner)
-        return list(seen.values())
 
     def capture(self) -> None:
         """Take the snapshot anew."""
@@ -59,11 +55,24 @@ class HostState:
         self._filtered = [
             (d, self._skip[index]) for index, d in enumerate(self._dicts) if not index or self._skip[index]
         ]
+        self._containers = list(self._all_containers())
         self._values = self._now()
         self._child_values = [child for store in self._children for child in store.values()]
         self._parameter_values = self._parameter_state()
+        self._buffer_values = self._buffer_state()
         self._hook_counts = [len(store) for store in self._hooks]
         self._detailed = self._details()
+
+    def _all_containers(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for values, skip in zip(self._dicts, self._skip, strict=True):
+            for name, value in values.items():
+                if name in STORES or name in skip or name.startswith("_ampfx"):
+                    continue
+                for container in containers(value):
+                    if id(container) not in seen:
+                        seen.add(id(container))
+                        yield container
 
     def _now(self) -> Any:
         """The values of all attributes, in one sweep: this runs at every call."""
@@ -72,31 +81,36 @@ class HostState:
             for d, skip in self._filtered
         ]
         plain = [list(d.values()) for d in self._plain]
-        return filtered, plain, [list(inner.values()) for inner in self._objects]
+        return filtered, plain, list(map(content, self._containers))
 
     def _parameter_state(self) -> list[Any]:
         return [
-            parameter is not None and (parameter.requires_grad, parameter.dtype)
+            parameter is not None and (parameter.requires_grad, parameter.dtype, parameter.shape)
             for store in self._parameters
             for parameter in store.values()
         ]
 
+    def _buffer_state(self) -> list[Any]:
+        return [
+            buffer is not None and (buffer.dtype, len(buffer.shape) if name in skip else buffer.shape)
+            for store, skip in self._buffers
+            for name, buffer in store.items()
+        ]
+
     def _details(self) -> list[Any]:
         """Attributes by what a graph can depend on: plain values themselves, tensors by dtype and shape."""
-        none: frozenset[str] = frozenset()
-        skips = [*self._skip, *[none] * len(self._objects)]
         return [
             {
                 name: _kind(value) if name in skip else _plain(value)
                 for name, value in values.items()
-                if not name.startswith("_ampfx") and name not in _HOOK_STORES
+                if not name.startswith("_ampfx") and name not in STORES
             }
-            for values, skip in zip([*self._dicts, *self._objects], skips, strict=True)
+            for values, skip in zip(self._dicts, self._skip, strict=True)
         ]
 
     def matches(self) -> bool:
         """Whether everything is as it was."""
-        if self._parameter_state() != self._parameter_values:
+        if self._parameter_state() != self._parameter_values or self._buffer_state() != self._buffer_values:
             return False
         if list(map(len, self._hooks)) != self._hook_counts:
             return False
@@ -117,6 +131,39 @@ class HostState:
         return True
 
 
+def is_plain_object(value: Any) -> bool:
+    """Whether a value keeps its state in attributes that code may change (a configuration, a cache)."""
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not callable(value)
+        and not isinstance(value, (nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType))
+    )
+
+
+def containers(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """The lists, dicts, sets and plain objects in ``value``, itself included."""
+    if isinstance(value, (list, dict, set)) or is_plain_object(value):
+        yield value
+    elif not isinstance(value, tuple):
+        return
+    if depth > 0 and not isinstance(value, set):
+        for item in value if isinstance(value, tuple) else content(value):
+            yield from containers(item, depth - 1)
+
+
+def content(container: Any) -> list[Any]:
+    """What a container holds, in order: a shallow copy."""
+    kind = type(container)
+    if kind is list:
+        return container[:]  # type: ignore[no-any-return]
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    if isinstance(container, (list, set)):
+        return list(container)
+    inner = vars(container)
+    return [*inner, *inner.values()]
+
+
 def _kind(value: Any) -> Any:
     """What of an attribute that the forward assigns a graph depends on: not its value."""
     if isinstance(value, torch.Tensor):
@@ -129,11 +176,17 @@ def _kind(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, torch.Tensor):
-        return ("tensor", value.dtype, value.dim(), value.device)
+        return ("tensor", value.dtype, value.shape, value.device)
+    if depth <= 0:
+        return value
     if type(value) in (list, tuple):
-        return [_plain(item) for item in value]
-    if type(value) is dict:
-        return {key: _plain(item) for key, item in value.items()}
+        return [_plain(item, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return (type(value), {key: _plain(item, depth - 1) for key, item in value.items()}, list(value))
+    if isinstance(value, set):
+        return set(value)
+    if is_plain_object(value):
+        return (type(value), {name: _plain(item, depth - 1) for name, item in vars(value).items()})
     return value
