@@ -20,14 +20,62 @@ from typing import Any
 import torch
 from torch import fx
 
-_FUNCTIONS = (
-    "arange empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand rand_like randint "
-    "randint_like randn randn_like randperm scalar_tensor tensor as_tensor zeros zeros_like softmax log_softmax cumsum "
-    "cumprod sum mean prod nansum result_type promote_types can_cast finfo iinfo range"
-).split()
-_METHODS = (
-    "to type new_empty new_full new_ones new_tensor new_zeros softmax log_softmax sum mean prod cumsum cumprod view"
-).split()
+_FUNCTIONS = [
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "zeros_like",
+    "softmax",
+    "log_softmax",
+    "cumsum",
+    "cumprod",
+    "sum",
+    "mean",
+    "prod",
+    "nansum",
+    "result_type",
+    "promote_types",
+    "can_cast",
+    "finfo",
+    "iinfo",
+    "range",
+]
+_METHODS = [
+    "to",
+    "type",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+    "softmax",
+    "log_softmax",
+    "sum",
+    "mean",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "view",
+]
 _lock = threading.RLock()
 _users = 0
 _saved: list[tuple[Any, str, Any]] = []
@@ -103,6 +151,11 @@ def _install() -> None:
         _replace(torch.Tensor, name, _cast(original) if name in ("to", "type") else _plain_arguments(original))
 
 
+def unwrapped(function: Any) -> Any:
+    """Torch's own function for one that is wrapped while a recording runs (torch itself may hand on the wrapper)."""
+    return getattr(function, "_ampfx_original", function)
+
+
 def _replace(owner: Any, name: str, value: Any) -> None:
     _saved.append((owner, name, vars(owner).get(name)))
     setattr(owner, name, value)
@@ -116,6 +169,7 @@ def _plain_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {name: plain_dtype(arg) for name, arg in kwargs.items()}
         return function(*args, **kwargs)
 
+    wrapped._ampfx_original = function  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -130,4 +184,5 @@ def _cast(function: Callable[..., Any]) -> Callable[..., Any]:
             return dtype.recorder.cast_like(tensor, dtype)
         return plain(tensor, *args, **kwargs)
 
+    wrapped._ampfx_original = function  # type: ignore[attr-defined]
     return wrapped

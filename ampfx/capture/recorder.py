@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ampfx import runtime
-from ampfx.capture.dtype_following import TracedDtype, is_traced_dtype
+from ampfx.capture.dtype_following import TracedDtype, is_traced_dtype, unwrapped
 from ampfx.capture.holders import HeldTensors
 from ampfx.capture.symbols import TracedFloat, TracedInt, TracedSize, is_traced
 from ampfx.dtypes import Region, TensorSpec
@@ -262,6 +262,7 @@ class Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(kwargs or {})
+        func = unwrapped(func)
         if self._paused:
             return func(*args, **keywords)
         name = getattr(func, "__name__", str(func))
