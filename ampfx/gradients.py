@@ -29,23 +29,24 @@ def params_of(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [param for group in param_groups for param in group["params"]]
 
 
-def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """The parameters that have a gradient."""
-    return [param for group in param_groups for param in group["params"] if param.grad is not None]
+def gradients_of(param_groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """The gradients of all parameters that have one."""
+    grads = [param.grad for group in param_groups for param in group["params"]]
+    return [grad for grad in grads if grad is not None]
 
 
 @torch.no_grad()
-def non_finite(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Float32 tensor of shape (1,) on ``device``: 1 if a gradient of ``params`` holds inf or NaN, else 0.
+def non_finite(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Float32 tensor of shape (1,) on ``device``: 1 if one of ``grads`` holds inf or NaN, else 0.
 
     No host sync where gradients are on an accelerator.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for param in params:
-        if param.grad is not None:
-            values = values_of(param.grad)
-            if values.numel():
-                by_device[values.device].append(values)
+    for grad in grads:
+        plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_complex()
+        values = grad if plain else values_of(grad)
+        if values.numel():
+            by_device[values.device].append(values)
     result: Tensor | None = None
     for where, values_list in by_device.items():
         found = _found_on_cpu(values_list) if where.type == "cpu" else _found(values_list)
@@ -66,7 +67,7 @@ def _found_on_cpu(values: list[Tensor]) -> Tensor:
     for value in values:
         # float64 would pass through float32 in the multi-tensor kernel.
         if value.numel() < _SMALL and value.dtype is not torch.float64 and _is_dense(value):
-            small.append(value.data)
+            small.append(value.data if value.requires_grad else value)
         elif not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             return torch.ones(1)
     if small:
@@ -92,15 +93,19 @@ def unscale_gradients_(params: Iterable[Tensor], loss_scale: ModuleScale) -> Non
     """Multiply the gradients of ``params`` by 1/S in place and set the sticky flag if one is not finite."""
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for param in params:
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             continue
-        if param.grad.is_sparse and not param.grad.is_coalesced():
-            param.grad = param.grad.coalesce()  # duplicates may add up to inf
-        values = values_of(param.grad)
-        if not _is_dense(values) and values is param.grad:
-            param.grad = values = param.grad.clone(memory_format=torch.contiguous_format)
+        if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
+            if grad.is_sparse and not grad.is_coalesced():
+                param.grad = grad = grad.coalesce()  # duplicates may add up to inf
+            values = values_of(grad)
+        elif _is_dense(grad):
+            values = grad
+        else:
+            param.grad = values = grad.clone(memory_format=torch.contiguous_format)
         if values.numel():
-            by_device[values.device].append(values.detach())
+            by_device[values.device].append(values.detach() if values.requires_grad else values)
     for device, values_list in by_device.items():
         scale, flag = loss_scale.replica(device), loss_scale.flag_for(device)
         loss_scale.touch(device)

@@ -220,7 +220,6 @@ class LossScale:
         for module in list(self._modules):
             module.collect()
 
-    @torch.no_grad()
     def adapt(self, overflow: Tensor, clean: Tensor | None, rule: ScaleRule) -> None:
         """Step 3: change S on its device, without a host sync.
 
@@ -417,7 +416,6 @@ class ModuleScale:
             stacklevel=2,
         )
 
-    @torch.no_grad()
     def collect(self) -> None:
         """Step 2 of the state machine, for this module."""
         if self._collected == self.generation and not self.traced:
@@ -473,8 +471,7 @@ class Watch:
     def consume(self) -> None:
         """Forget the pending overflow: it was acted upon, or its gradients are gone."""
         self.seen = self.module.generation
-        with torch.no_grad():
-            self.pending.zero_()
+        self.pending.zero_()
 
 
 _default = LossScale()

@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 
 from ampfx.errors import LossScaleError
 from ampfx.gradients import (
+    gradients_of,
     names_of_non_finite,
     non_finite,
     params_of,
     unscale_gradients_,
-    with_gradients,
 )
 from ampfx.loss_scale import (
     LossScale,
@@ -225,7 +225,7 @@ class LossScaleOptimizer(Optimizer):
         if own is None:
             return loss
         if self._is_unscaled:
-            if with_gradients(self.param_groups):
+            if gradients_of(self.param_groups):
                 raise LossScaleError(
                     "scale_loss or backward after unscale_(): scaled gradients would be added to unscaled "
                     "ones. Accumulate first, then call unscale_() (or clip_grad_norm_) once before step()."
@@ -281,6 +281,25 @@ class LossScaleOptimizer(Optimizer):
         Raises:
             LossScaleError: with ``on_overflow="raise"``, after a non-finite gradient.
         """
+        before, after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        if not (before or after):
+            return self._step(closure)
+        args: tuple[Any, ...] = () if closure is None else (closure,)
+        kwargs: dict[str, Any] = {}
+        for pre_hook in before.values():
+            changed = pre_hook(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        result = self._step(*args, **kwargs)
+        for post_hook in after.values():
+            post_hook(self, args, kwargs)
+        return result
+
+    # torch wraps a step to run hooks and to name it in profiles. This one runs its own; the inner optimizer's
+    # step is in the profile and runs the global hooks, once.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         inner = self.inner_optimizer
         if not self.enabled:
             return inner.step() if closure is None else inner.step(closure)
@@ -323,10 +342,11 @@ class LossScaleOptimizer(Optimizer):
     @torch.no_grad()
     def _look(self) -> tuple[Tensor, list[Tensor]]:
         """Whether to skip (exactly 0 or 1), and for each group whether the overflow counts against S."""
+        checked = self._is_scaled  # unscaling sets the flag of what it multiplies
         self.unscale_()
-        params = with_gradients(self.param_groups)
-        device = (params or params_of(self.param_groups))[0].device
-        bad = non_finite(params, device)
+        grads = gradients_of(self.param_groups)
+        device = (grads or params_of(self.param_groups))[0].device
+        bad = torch.zeros(1, device=device) if checked else non_finite(grads, device)
         groups = self._groups()
         for group in groups:
             group.use_device(device)
@@ -355,7 +375,6 @@ class LossScaleOptimizer(Optimizer):
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.process_group)
         return both[:1].clone(), list(both[1:].split(1))
 
-    @torch.no_grad()
     def _adapt(self, found: Tensor, overflows: list[Tensor]) -> None:
         for group, overflow in zip(self._groups(), overflows, strict=True):
             fresh = self._fresh(group)
@@ -369,7 +388,6 @@ class LossScaleOptimizer(Optimizer):
             watch.consume()
             watch.module.counted = watch.module.generation
 
-    @torch.no_grad()
     def _back_off(self, group: LossScale, overflow: Tensor, clean: Tensor | None) -> None:
         group.adapt(overflow, clean, self.rule)
         if clean is None:
@@ -450,6 +468,8 @@ class LossScaleOptimizer(Optimizer):
         return self._watches if self._own is None else [*self._watches, self._own]
 
     def _groups(self) -> list[LossScale]:
+        if self._own is None and len(self._watches) == 1:
+            return [self._watches[0].group]
         return _distinct(watch.group for watch in self._all_watches())
 
     def _pending(self, group: LossScale) -> list[Tensor]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,8 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
         return False
     if not isinstance(optimizer, SGD):
         return True
+    if _all_have_momentum(optimizer):
+        return True
     without = [(group, param) for group in groups for param in _without_momentum(optimizer, group)]
     if any(group["dampening"] != 0 for group, _ in without):
         return False
@@ -48,6 +51,27 @@ def skips_in_kernel(optimizer: Optimizer) -> bool:
         zeros = torch.zeros_like(param, memory_format=torch.preserve_format)
         optimizer.state[param]["momentum_buffer"] = zeros
     return True
+
+
+# The states of optimizers whose parameters all have a momentum buffer, to look there without hashing them.
+_complete: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int, list[dict[str, Any]]]]
+_complete = weakref.WeakKeyDictionary()
+
+
+def _all_have_momentum(optimizer: Optimizer) -> bool:
+    """Whether every parameter has its momentum buffer."""
+    state, count = optimizer.state, sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _complete.get(optimizer)
+    if known is None or known[0] is not state or known[1] != count or len(state) < count:
+        _complete.pop(optimizer, None)
+        if len(state) < count:
+            return False
+        known = state, count, [state[param] for param in params_of(optimizer.param_groups)]
+        _complete[optimizer] = known
+    if all(values.get("momentum_buffer") is not None for values in known[2]):
+        return True
+    del _complete[optimizer]
+    return False
 
 
 def _without_momentum(optimizer: Optimizer, group: dict[str, Any]) -> list[Tensor]:
@@ -93,7 +117,7 @@ def _clean(optimizer: Optimizer) -> Iterator[None]:
 def _unfused_where_torch_fails(optimizer: Optimizer) -> Iterator[None]:
     """Fused SGD cannot mix parameters with and without a momentum buffer (d)."""
     changed = []
-    if isinstance(optimizer, SGD):
+    if isinstance(optimizer, SGD) and not _all_have_momentum(optimizer):
         for group in optimizer.param_groups:
             late = len(_without_momentum(optimizer, group)) if group.get("fused") else 0
             if 0 < late < sum(p.grad is not None for p in group["params"]):
