@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ampfx.capture.containers import containers, content, refill
+
 MISSING = object()
 
 _KEPT_STORES = (
@@ -50,6 +52,13 @@ class ModuleState:
             for name, value in self.attributes.items()
             if type(value) in (list, dict)
         }
+        self.nested = [
+            (name, container, content(container))
+            for name, value in self.attributes.items()
+            if not name.startswith("_ampfx")
+            for container in containers(value)
+            if container is not value or name not in self.contents
+        ]
 
     def changes(self) -> list[tuple[str, Any]]:
         """Names and new values of the attributes and buffers that are not what they were."""
@@ -63,6 +72,11 @@ class ModuleState:
                 name in self.contents and not _same_items(self.contents[name], value)
             ):
                 changed.append((name, value))
+        known = {name for name, _ in changed}
+        for name, container, saved in self.nested:
+            if name in now and name not in known and not _same_items(saved, content(container)):
+                known.add(name)
+                changed.append((name, now[name]))
         changed += [(name, MISSING) for name in self.attributes if name not in now]
         for store, old_items in self.stores.items():
             for name, value in now[store].items():
@@ -78,13 +92,16 @@ class ModuleState:
                 del now[name]
         for name, value in self.attributes.items():
             now[name] = value
-        for name, content in self.contents.items():
+        for name, items in self.contents.items():
             value = self.attributes[name]
             if isinstance(value, list):
-                value[:] = content
-            elif not _same_items(content, value):
+                value[:] = items
+            elif not _same_items(items, value):
                 value.clear()
-                value.update(content)
+                value.update(items)
+        for _, container, saved in self.nested:
+            if not _same_items(saved, content(container)):
+                refill(container, saved)
         for store, items in self.stores.items():
             if not _same_items(items, now[store]):
                 now[store].clear()

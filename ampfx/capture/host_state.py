@@ -12,8 +12,6 @@ and shapes. :class:`HostState` remembers all of it and tells, fast, whether it s
 
 from __future__ import annotations
 
-import enum
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,9 +19,9 @@ import torch
 from torch import nn
 
 from ampfx.capture.attributes import STORES
+from ampfx.capture.containers import DEPTH, containers, content, is_plain_object
 
 _HOOK_STORES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DEPTH = 4
 
 
 class HostState:
@@ -131,39 +129,6 @@ class HostState:
         return True
 
 
-def is_plain_object(value: Any) -> bool:
-    """Whether a value keeps its state in attributes that code may change (a configuration, a cache)."""
-    return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and not callable(value)
-        and not isinstance(value, (nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType))
-    )
-
-
-def containers(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """The lists, dicts, sets and plain objects in ``value``, itself included."""
-    if isinstance(value, (list, dict, set)) or is_plain_object(value):
-        yield value
-    elif not isinstance(value, tuple):
-        return
-    if depth > 0 and not isinstance(value, set):
-        for item in value if isinstance(value, tuple) else content(value):
-            yield from containers(item, depth - 1)
-
-
-def content(container: Any) -> list[Any]:
-    """What a container holds, in order: a shallow copy."""
-    kind = type(container)
-    if kind is list:
-        return container[:]  # type: ignore[no-any-return]
-    if isinstance(container, dict):
-        return [*container, *container.values()]
-    if isinstance(container, (list, set)):
-        return list(container)
-    inner = vars(container)
-    return [*inner, *inner.values()]
-
-
 def _kind(value: Any) -> Any:
     """What of an attribute that the forward assigns a graph depends on: not its value."""
     if isinstance(value, torch.Tensor):
@@ -176,7 +141,7 @@ def _kind(value: Any) -> Any:
     return value
 
 
-def _plain(value: Any, depth: int = _DEPTH) -> Any:
+def _plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.shape, value.device)
     if depth <= 0:

@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from ampfx import runtime
 from ampfx.capture.dtype_following import TracedDtype, is_traced_dtype, unwrapped
 from ampfx.capture.holders import HeldTensors
+from ampfx.capture.structure import flatten
 from ampfx.capture.symbols import TracedFloat, TracedInt, TracedSize, is_traced
 from ampfx.dtypes import Region, TensorSpec
 from ampfx.errors import CaptureError
@@ -494,11 +495,30 @@ class Recorder(TorchFunctionMode):
         known = self._attributes.get(id(value))
         if known is not None:
             return known
+        self._refuse_recorded_inside(value)
         name = f"{self.constant_prefix}{len(self.constants)}"
         self.constants[name] = value
         node = self._insert_attribute(name)
         self._attributes[id(value)] = node
         return node
+
+    def _refuse_recorded_inside(self, value: Any) -> None:
+        """An object or function of the model's that holds what forward computed cannot be a constant."""
+        if isinstance(value, (type, nn.Module)):
+            return
+        parts: list[Any] = [value]
+        if callable(value):
+            parts = [getattr(value, name, None) for name in ("args", "keywords", "__defaults__", "__kwdefaults__")]
+            parts += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _is_filled(cell)]
+        leaves: list[Any] = []
+        flatten(parts, lambda leaf: is_traced(leaf) or isinstance(leaf, torch.Tensor), leaves)
+        nodes = [leaf.fx_node if is_traced(leaf) else self.node_of(leaf) for leaf in leaves]
+        if any(node is not None and node.op != "get_attr" for node in nodes):
+            kind = getattr(value, "__qualname__", type(value).__name__)
+            raise CaptureError(
+                f"{kind} at {source_line()} holds values that forward computes: the graph cannot see them inside. Hand "
+                "them over as tensors, in lists or in dicts."
+            )
 
     def _protect(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """Before an operation writes to a tensor the model holds, keep its value for restoring."""
@@ -708,6 +728,13 @@ def _fresh(func: Callable[..., Any]) -> Callable[..., Any]:
         return torch.ops.aten.alias(result) if args and result is args[0] else result
 
     return run
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def _is_method(func: Any, name: str) -> bool:
