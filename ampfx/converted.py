@@ -13,7 +13,6 @@ import functools
 import inspect
 import threading
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +32,15 @@ from ampfx.graph_entry import GraphEntry, call_key, make_entry
 from ampfx.graph_view import GraphView
 from ampfx.loss_scale import ModuleScale, register_model
 from ampfx.options import Options
-from ampfx.parts import convert_children, parts_below, run_python
+from ampfx.part_calls import PartCalls, captured_part, python_part
+from ampfx.parts import convert_children, parts_below, run_python, widened
+from ampfx.parts_report import explain_in_parts, report_in_parts
 from ampfx.passes import PassManager
 from ampfx.policy import check_matches
 from ampfx.printing import format_graph
 from ampfx.report import Explanation, Report, build_report, explain
 from ampfx.runtime import GuardFailure
+from ampfx.user_warning import warn_user
 
 _COPIED_STORES = (
     "_forward_hooks",
@@ -84,6 +86,7 @@ class Conversion:
         self.captures = 0
         self.prefix = ""
         self.python_reason: str | None = None
+        self.part_calls: dict[bool, PartCalls] = {}
         self._warned_many = False
 
     # ------------------------------------------------------------------ running
@@ -96,12 +99,15 @@ class Conversion:
             return self.call_python(root, args, kwargs)
         leaves: list[Any] = []
         structure = flatten((args, kwargs), is_input_leaf, leaves)
+        autocast = torch.is_autocast_enabled(self.options.device_type)
+        if self.prefix and autocast:
+            args, kwargs, leaves = widened(args, kwargs, structure, leaves, self.options.dtype)
         key = call_key(leaves)
-        device = self.options.device_type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self._call(root, args, kwargs, structure, key, leaves)
-        return self._call(root, args, kwargs, structure, key, leaves)
+        with captured_part(self.prefix):
+            if autocast:
+                with torch.autocast(self.options.device_type, enabled=False):
+                    return self._call(root, args, kwargs, structure, key, leaves)
+            return self._call(root, args, kwargs, structure, key, leaves)
 
     def _call(self, root: nn.Module, args: Any, kwargs: Any, structure: Any, key: Any, leaves: list[Any]) -> Any:
         if self.entries and self.entries[0].provisional:
@@ -129,7 +135,8 @@ class Conversion:
         options = self.options
         scaled = self.scale is not None and options.dtype == torch.float16
         forward = self.instance_forward or types.MethodType(self.original.forward, root)
-        return run_python(forward, args, kwargs, options.device_type, None if scaled else options.dtype)
+        with python_part(self.prefix, self.part_calls, root.training):
+            return run_python(forward, args, kwargs, options.device_type, None if scaled else options.dtype)
 
     def stay_python(self, root: nn.Module, reason: str) -> None:
         """Leave this module's own code to Python from now on and convert its children instead."""
@@ -139,10 +146,9 @@ class Conversion:
         self.entries.clear()
         self.convert_children(root, {})
         if not self.prefix and reason is not BLOCK_WISE:
-            warnings.warn(
+            warn_user(
                 f"{self.original.__name__} is converted in parts: {reason} What runs in Python is listed in "
-                "report(); strict=True raises instead.",
-                stacklevel=5,
+                "report(); strict=True raises instead."
             )
 
     def convert_children(self, root: nn.Module, known: dict[int, nn.Module]) -> None:
@@ -202,7 +208,7 @@ class Conversion:
         self.entries.insert(0, entry)
         self.current = entry
         for text in entry.context.warnings:
-            warnings.warn(text, stacklevel=6)
+            warn_user(text)
         return entry
 
     def _record(self, root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any) -> Captured:
@@ -243,11 +249,10 @@ class Conversion:
     def _warn_many(self) -> None:
         if not self._warned_many:
             self._warned_many = True
-            warnings.warn(
+            warn_user(
                 f"{self.original.__name__} was captured {self.captures} times: its forward branches on its inputs in "
                 f"many ways. Only {self.options.max_graphs} graphs are kept; every further change captures again, "
-                "which is right but slow. What differed can be seen in the guards of model.graph.",
-                stacklevel=7,
+                "which is right but slow. What differed can be seen in the guards of model.graph."
             )
 
     def preview(self, root: nn.Module) -> None:
@@ -364,7 +369,9 @@ class ConvertedModule(fx.GraphModule):
         return format_graph(self._ampfx.entry(self, "graph").view)
 
     def report(self) -> Report:
-        """What runs in which dtype, and why; casts and bytes."""
+        """What runs in which dtype, and why; casts and bytes. Of a model in parts: over all its graphs."""
+        if self._ampfx.python_reason is not None:
+            return report_in_parts(self, ConvertedModule)
         entry = self._ampfx.entry(self, "report")
         notes = [MADE_UP] if entry.provisional else []
         return build_report(
@@ -378,6 +385,8 @@ class ConvertedModule(fx.GraphModule):
 
     def explain(self, node_or_module_path: str) -> Explanation:
         """Why a node, or each node of a module, has its dtype."""
+        if self._ampfx.python_reason is not None:
+            return explain_in_parts(self, ConvertedModule, node_or_module_path)
         entry = self._ampfx.entry(self, "explanation")
         return explain(entry.view, entry.context, node_or_module_path)
 

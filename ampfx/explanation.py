@@ -58,6 +58,7 @@ class Explanation:
         low: the low dtype (``bf16``, ``f16``).
         policy: name of the policy.
         also: nodes of a module that has the same name as the node.
+        notes: what in or around a module is no graph, and why.
     """
 
     what: str
@@ -68,6 +69,7 @@ class Explanation:
     low: str
     policy: str
     also: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def cause(self) -> NodeReport | None:
@@ -83,6 +85,7 @@ class Explanation:
             "nodes": [node.to_dict() for node in self.nodes],
             "steps": [_step(node) for node in self.steps],
             "casts": [cast.to_dict() for cast in self.casts],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -102,12 +105,17 @@ def explain(gm: GraphModule, ctx: ConversionContext, what: str) -> Explanation:
     Raises:
         UnknownNameError: nothing has this name.
     """
-    nodes = node_table(gm)
-    low, policy = short_name(ctx.low_dtype), ctx.policy.name
+    return explain_nodes(node_table(gm), cast_reports(gm), short_name(ctx.low_dtype), ctx.policy.name, what)
+
+
+def explain_nodes(
+    nodes: NodeTable, cast_list: Sequence[CastReport], low: str, policy: str, what: str
+) -> Explanation:
+    """The same from what a report knows: ``low`` is the low dtype, ``policy`` the policy's name."""
     node = nodes.get(what)
     inside = tuple(item for item in nodes if _is_in(item, what))
     if node is None and inside:
-        casts = tuple(cast for cast in cast_reports(gm) if _below(cast.module_path, what))
+        casts = tuple(cast for cast in cast_list if _below(cast.module_path, what))
         return Explanation(what, "module", inside, (), casts, low, policy)
     if node is None:
         node = next((item for item in nodes if item.target == what), None)
@@ -115,7 +123,7 @@ def explain(gm: GraphModule, ctx: ConversionContext, what: str) -> Explanation:
         raise UnknownNameError(_unknown(nodes, what))
     also = tuple(item.name for item in inside if item.role == "op")
     value = node.target or node.name
-    casts = tuple(cast for cast in cast_reports(gm) if cast.value == value and cast.num_bytes)
+    casts = tuple(cast for cast in cast_list if cast.value == value and cast.num_bytes)
     return Explanation(what, "node", (node,), follow(nodes, node.name), casts, low, policy, also)
 
 
@@ -216,7 +224,11 @@ def _compared(explanation: Explanation, node: NodeReport) -> Iterator[str]:
 
 
 def _module_lines(explanation: Explanation) -> Iterator[str]:
+    for note in explanation.notes:
+        yield from paragraph(note, hang=2)
     operations = [node for node in explanation.nodes if node.role == "op"]
+    if not operations and explanation.notes:
+        return
     float32 = [node for node in operations if node.is_float32]
     low = [node for node in operations if node.is_low]
     casts = [cast for cast in explanation.casts if cast.how in ("cast", "fused")]

@@ -7,7 +7,7 @@ others stay Python in turn.
 
 1. The copy gets a container of children of its own; parameters and buffers stay the user's objects in the
    user's containers, under the same names.
-2. Parts hand float32 across, with true gradients: their loss scaling begins and ends at their own border.
+2. Parts take and hand on float32, with true gradients: their loss scaling begins and ends at their own border.
 3. What the Python code itself computes runs under ``torch.autocast`` in bfloat16, and in float32 where
    gradients are scaled in the parts: in float16 they would underflow between them.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampfx.capture.structure import flatten, unflatten
+from ampfx.capture.structure import Structure, flatten, unflatten
 from ampfx.dtypes import is_low
 
 
@@ -83,7 +83,8 @@ def run_python(
         dtype: what its own matrix products compute in; None for float32.
     """
     if dtype is None:
-        return forward(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return forward(*args, **kwargs)
     with torch.autocast(device_type, dtype=dtype):
         result = forward(*args, **kwargs)
     leaves: list[Any] = []
@@ -91,6 +92,17 @@ def run_python(
     if not any(is_low(leaf.dtype) for leaf in leaves):
         return result
     return unflatten(structure, [leaf.float() if leaf.dtype == dtype else leaf for leaf in leaves])
+
+
+def widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any], structure: Structure, leaves: list[Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """The inputs of a part, with those in float32 that the Python code around it computed low."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.dtype == dtype for leaf in leaves):
+        return args, kwargs, leaves
+    leaves = [leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype else leaf for leaf in leaves]
+    args, kwargs = unflatten(structure, leaves)
+    return args, kwargs, leaves
 
 
 def parts_below(module: nn.Module, kind: type, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from ampfx.cast_report import CastReport, cast_reports
 from ampfx.context import ConversionContext
+from ampfx.coverage import Coverage, PartReport
 from ampfx.dtypes import short_name
 from ampfx.explanation import Explanation, UnknownNameError, explain
 from ampfx.graph_utils import op_of
@@ -23,14 +24,17 @@ from ampfx.loss_scale import LossScale, ModuleScale
 from ampfx.module_tree import ModuleReport, module_reports
 from ampfx.node_report import NodeReport, NodeTable, node_table
 from ampfx.printing import format_graph
+from ampfx.products import graph_flops
 from ampfx.report_text import format_report
 
 __all__ = [
     "CastReport",
+    "Coverage",
     "Explanation",
     "ModuleReport",
     "NodeReport",
     "NodeTable",
+    "PartReport",
     "Report",
     "UnknownNameError",
     "build_report",
@@ -40,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """One converted graph.
+    """One converted graph, or all graphs of a model that is converted in parts.
 
     Args:
         title: the model's name.
@@ -52,7 +56,8 @@ class Report:
         mode: ``train`` or ``eval``.
         inputs: the example inputs, in words.
         loss_scale: the loss scale, in words.
-        coverage: share of the model's operations that stand in a graph.
+        coverage: share of the matrix-product FLOPs that runs in graphs, with the shares of modules and
+            parameters and the reasons for the rest.
         nodes: all nodes, by position or name.
         cast_list: each conversion.
         modules: nodes and casts of each module and what is below it, outermost first.
@@ -61,6 +66,7 @@ class Report:
         warnings: what the passes found worth a warning.
         notes: further remarks.
         graph_text: the printed graph.
+        parts: the parts by path; a model captured whole is one, ``""``.
     """
 
     title: str
@@ -72,7 +78,7 @@ class Report:
     mode: str
     inputs: str
     loss_scale: str
-    coverage: float
+    coverage: Coverage
     nodes: NodeTable
     cast_list: tuple[CastReport, ...]
     modules: tuple[ModuleReport, ...]
@@ -81,6 +87,7 @@ class Report:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     graph_text: str
+    parts: Mapping[str, PartReport] = field(default_factory=dict)
 
     @property
     def casts(self) -> int:
@@ -133,7 +140,8 @@ class Report:
             "mode": self.mode,
             "inputs": self.inputs,
             "loss_scale": self.loss_scale,
-            "coverage": self.coverage,
+            "coverage": self.coverage.to_dict(),
+            "parts": [part.to_dict() for part in self.parts.values()],
             "casts": self.casts,
             "cast_bytes": self.cast_bytes,
             "dtype_arguments": self.dtype_arguments,
@@ -166,7 +174,6 @@ def build_report(
     title: str,
     mode: str = "train",
     inputs: str = "",
-    coverage: float = 1.0,
     notes: Sequence[str] = (),
 ) -> Report:
     """The report of a converted graph.
@@ -177,11 +184,11 @@ def build_report(
         title: the model's name.
         mode: ``train`` or ``eval``.
         inputs: the example inputs, in words.
-        coverage: share of the model's operations that stand in a graph.
         notes: further remarks for the reader.
     """
     nodes = node_table(gm)
     casts = cast_reports(gm)
+    operations = sum(node.role == "op" for node in nodes)
     return Report(
         title=title,
         dtype=short_name(ctx.low_dtype),
@@ -191,8 +198,8 @@ def build_report(
         objective=ctx.objective,
         mode=mode,
         inputs=inputs,
-        loss_scale=_loss_scale(ctx.loss_scale),
-        coverage=coverage,
+        loss_scale=describe_loss_scale(ctx.loss_scale),
+        coverage=Coverage(1.0),
         nodes=nodes,
         cast_list=casts,
         modules=module_reports(nodes, casts),
@@ -201,6 +208,7 @@ def build_report(
         warnings=tuple(dict.fromkeys(ctx.warnings)),
         notes=tuple(notes),
         graph_text=format_graph(gm),
+        parts={"": PartReport("", "captured", operations=operations, flops=graph_flops(gm.graph))},
     )
 
 
@@ -222,7 +230,8 @@ def _by_op(nodes: Iterable[NodeReport]) -> dict[str, tuple[str, ...]]:
     return {op: tuple(names) for op, names in found.items()}
 
 
-def _loss_scale(loss_scale: Any) -> str:
+def describe_loss_scale(loss_scale: Any) -> str:
+    """A loss scale in words."""
     group = loss_scale.group if isinstance(loss_scale, ModuleScale) else loss_scale
     if not isinstance(group, LossScale):
         return "none"

@@ -14,18 +14,21 @@ from ampfx.node_report import NodeReport, NodeTable
 from ampfx.text_layout import byte_count, cut, listed, paragraph, plural
 
 if TYPE_CHECKING:
+    from ampfx.coverage import PartReport
     from ampfx.module_tree import ModuleReport
     from ampfx.report import Report
 
 MAX_REASONS = 10
 MAX_NODES = 5
 MAX_MODULES = 20
+MAX_PARTS = 8
 
 
 def format_report(report: Report) -> str:
     """The report's text."""
     parts = (
         _header(report),
+        _parts(report),
         _operations(report),
         _casts(report),
         _float32(report),
@@ -39,7 +42,9 @@ def format_report(report: Report) -> str:
 
 
 def _header(report: Report) -> Iterator[str]:
-    yield from paragraph(f"Mixed precision of {report.title}, {report.mode} graph", hang=2)
+    in_parts = _is_in_parts(report)
+    kind = "mode, converted in parts" if in_parts else "graph"
+    yield from paragraph(f"Mixed precision of {report.title}, {report.mode} {kind}", hang=2)
     overrides = f" with {plural(report.num_overrides, 'override')}" if report.num_overrides else ""
     yield from paragraph(
         f"low dtype {report.dtype} on {report.device}, policy {report.policy}{overrides}, "
@@ -48,7 +53,43 @@ def _header(report: Report) -> Iterator[str]:
     )
     if report.inputs:
         yield from paragraph(f"recorded with {report.inputs}", 2, 4)
-    yield from paragraph(f"{report.coverage:.0%} of the operations stand in the graph", 2)
+    if in_parts:
+        share = report.coverage
+        yield from paragraph(
+            f"{share.flops:.1%} of the matrix-product FLOPs run converted, with {share.modules:.1%} of the modules "
+            f"and {share.parameters:.1%} of the parameters",
+            2,
+        )
+    else:
+        yield "  100% of the operations stand in the graph"
+
+
+def _is_in_parts(report: Report) -> bool:
+    return any(part.state != "captured" for part in report.parts.values())
+
+
+def _parts(report: Report) -> Iterator[str]:
+    """What is no graph and why, then the largest graphs."""
+    if not _is_in_parts(report):
+        return
+    total = sum(part.flops for part in report.parts.values()) or 1
+    captured = [part for part in report.parts.values() if part.state == "captured"]
+    yield f"Parts: {plural(len(captured), 'graph')}, {len(report.parts) - len(captured)} without"
+    reasons: dict[tuple[str, str], list[PartReport]] = {}
+    for part in report.parts.values():
+        if part.state != "captured":
+            reasons.setdefault((part.state, part.reason), []).append(part)
+    for (state, reason), parts in reasons.items():
+        names = listed((part.path or "the model itself" for part in parts), 3)
+        share = sum(part.flops for part in parts) / total
+        told = "" if state == "not called yet" else f" {reason}"
+        yield from paragraph(f"- {state} ({share:.1%} of the FLOPs): {names}.{told}", 2, 4)
+    largest = sorted(captured, key=lambda part: -part.flops)[:MAX_PARTS]
+    for part in largest:
+        calls = f", {plural(part.calls, 'call')}" if part.calls > 1 else ""
+        share = part.flops / total
+        yield from paragraph(f"- graph ({share:.1%}): {part.path}, {plural(part.operations, 'operation')}{calls}", 2, 4)
+    yield from _left_out(len(captured) - len(largest), "smaller graph")
 
 
 def _operations(report: Report) -> Iterator[str]:
@@ -106,7 +147,7 @@ def general_reason(node: NodeReport) -> str:
     """The reason without the names of neighbours, so that nodes of like reason stand together."""
     if len(node.chain) < 2:
         return node.reason
-    neighbour = node.chain[1]
+    neighbour = node.chain[1].rpartition(":")[2]  # without the part it stands in
     for said, instead in (
         (f"reads {neighbour} in ", "reads a value in "),
         (f"one result of {neighbour}", "one result of an op in float32"),

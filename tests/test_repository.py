@@ -39,9 +39,9 @@ PUBLIC_NAMES = {
 # Lowest first. A module of the package imports from its own layer or from lower ones.
 LAYERS: tuple[tuple[str, ...], ...] = (
     # what everything may use
-    ("errors", "dtypes", "ops", "graph_utils", "near_misses", "text_layout"),
+    ("errors", "dtypes", "ops", "graph_utils", "near_misses", "text_layout", "user_warning"),
     # measuring any model; uses nothing else of the package
-    ("measure", "step_time"),
+    ("measure", "step_time", "part_calls"),
     # rules are rows; no graph in them
     ("autocast_lists", "rule_facts", "rule_table", "rule_block"),
     ("rules_allow", "rules_deny", "rules_infer", "rules_clear"),
@@ -69,8 +69,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("passes",),
     # the converted module and what it tells
-    ("node_report", "cast_report", "module_tree", "explanation", "report_text", "report"),
-    ("options", "graph_entry", "converted", "convert"),
+    ("coverage", "products", "node_report", "cast_report", "module_tree", "explanation", "report_text", "report"),
+    ("options", "graph_entry", "parts_report", "converted", "convert"),
 )
 
 # Packages that are used in few places, so that the rest can be read, and imported, without them.
