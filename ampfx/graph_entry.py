@@ -52,6 +52,15 @@ def shape_key(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
+def _shapes(value: Any) -> Any:
+    """The shapes in what a forward keeps on its modules."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, (list, tuple)):
+        return tuple(_shapes(item) for item in value)
+    return tuple(_shapes(item) for item in value.values()) if isinstance(value, dict) else None
+
+
 def plain_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors and numbers among the arguments of a call, lists and dicts opened, in order."""
     leaves: list[Any] = []
@@ -92,15 +101,17 @@ class GraphEntry:
     written_inputs: tuple[int, ...] = ()
     written_tensors: tuple[str, ...] = ()
     num_inputs: int = 0
+    kept: tuple[tuple[nn.Module, str], ...] = ()
     provisional: bool = False
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
-        if self.data_guards or not self.shapes_known(leaves):
+        key = self.shapes_of(leaves) if self.captured.late_guards else ()
+        if self.captured.late_guards and (self.data_guards or key not in self.verified):
             with self._undone_on_error(leaves):
                 values = self.checked(*leaves)
             if not self.data_guards and len(self.verified) < _MAX_VERIFIED:
-                self.verified.add(shape_key(leaves))
+                self.verified.add(key)
         else:
             values = self.view.compiled(*leaves)
         return unflatten(self.captured.outputs, values)
@@ -115,9 +126,15 @@ class GraphEntry:
             return values[0]
         return unflatten(self.captured.outputs, values)
 
-    def shapes_known(self, leaves: list[Any]) -> bool:
-        """Whether the guards on shapes are known to hold for these inputs."""
-        return not self.captured.late_guards or shape_key(leaves) in self.verified
+    def shapes_of(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """What the guards on shapes depend on: the inputs, and what earlier calls left on the modules."""
+        if not self.kept:
+            return shape_key(leaves)
+        kept = tuple(
+            _shapes(module._buffers[name] if name in module._buffers else vars(module).get(name))
+            for module, name in self.kept
+        )
+        return (*shape_key(leaves), kept)
 
     @contextlib.contextmanager
     def _undone_on_error(self, leaves: list[Any]) -> Iterator[None]:
@@ -179,9 +196,10 @@ def make_entry(
         written_inputs=written_inputs,
         written_tensors=written_tensors,
         num_inputs=len(leaves),
+        kept=tuple((root.get_submodule(path), name) for path, name in captured.written_attributes),
     )
     captured.late_guards = bool(shape_guards or data_guards)
-    entry.verified.add(shape_key(leaves))
+    entry.verified.add(entry.shapes_of(leaves))
     return entry
 
 
