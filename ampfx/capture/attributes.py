@@ -46,7 +46,8 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = {name: value for name, value in vars(module).items() if name not in STORES}
-        self.stores = {name: dict(vars(module)[name]) for name in _KEPT_STORES}
+        self.holders = {name: vars(module)[name] for name in _KEPT_STORES}
+        self.stores = {name: dict(holder) for name, holder in self.holders.items()}
         self.contents = {
             name: list(value) if isinstance(value, list) else dict(value)
             for name, value in self.attributes.items()
@@ -103,7 +104,8 @@ class ModuleState:
             if not _same_items(saved, content(container)):
                 refill(container, saved)
         for store, items in self.stores.items():
-            if not _same_items(items, now[store]):
+            # A new holder is not the forward's doing: the module got converted children in the run.
+            if now[store] is self.holders[store] and not _same_items(items, now[store]):
                 now[store].clear()
                 now[store].update(items)
 
