@@ -8,12 +8,13 @@ for this situation, captures one if there is none, and runs it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -199,7 +200,8 @@ class Conversion:
         prefix = f"_ampfx_constant_{self.captures}_"
         leaves: list[Any] = []
         flatten((args, kwargs), is_input_leaf, leaves)
-        captured = self._record(root, forward, prefix, args, kwargs)
+        with as_original(root, self.original):
+            captured = self._record(root, forward, prefix, args, kwargs)
         entry = make_entry(root, captured, leaves, self.lower, self.original.__name__)
         self.captures += 1
         if len(self.entries) >= self.options.max_graphs:
@@ -321,11 +323,12 @@ class ConvertedModule(fx.GraphModule):
 
     _ampfx: Conversion
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> ConvertedModule:
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("converted modules are made by ampfx.convert")
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Calling the class makes a model of the user's: ``model[:2]`` and class methods do that."""
+        original = getattr(cls, "_ampfx_original", None)
+        if original is None:
+            raise TypeError("converted modules are made by ampfx.convert")
+        return original(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in mixed precision."""
@@ -447,13 +450,29 @@ def _inputs(entry: GraphEntry) -> str:
     return ", ".join("x".join(map(str, spec.shape)) if hasattr(spec, "shape") else "number" for spec in specs)
 
 
+@contextlib.contextmanager
+def as_original(root: nn.Module, original: type[nn.Module]) -> Iterator[None]:
+    """While the model's own code runs, its class is its own: it may have a ``graph``, a ``report`` or a ``code``."""
+    converted = type(root)
+    object.__setattr__(root, "__class__", original)
+    try:
+        yield
+    finally:
+        object.__setattr__(root, "__class__", converted)
+
+
 @functools.cache
 def _converted_class(original: Any) -> type[ConvertedModule]:
     @functools.wraps(original.forward)
     def forward(self: ConvertedModule, *args: Any, **kwargs: Any) -> Any:
         return self._ampfx.call(self, args, kwargs)
 
-    namespace = {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+    namespace = {
+        "forward": forward,
+        "_ampfx_original": original,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
     return type(original.__name__, (ConvertedModule, original), namespace)
 
 

@@ -454,7 +454,8 @@ class Recorder(TorchFunctionMode):
         return node
 
     def _insert_attribute(self, target: str, is_module: bool = False) -> fx.Node:
-        node = self.graph.create_node("get_attr", target)
+        # In generated code "self" is what attributes are read from.
+        node = self.graph.create_node("get_attr", target, name="self_" if target == "self" else None)
         self.describe(node)
         owner = target.rpartition(".")[0]
         node.meta["attribute_owner"] = owner
