@@ -70,6 +70,8 @@ class LossScaleOptimizer(Optimizer):
         max_scale: see there.
         on_overflow: ``"skip"``, or ``"raise"`` for an error that names the parameters (nothing is changed).
         enabled: False steps the inner optimizer as it is.
+        check_finite: whether steps with non-finite gradients are skipped where nothing is scaled (bfloat16, or
+            a static scale of 1). None: only where something is, or with ``on_overflow="raise"``.
         process_group: the ranks that skip together; None is all ranks, False this rank alone.
 
     Raises:
@@ -93,6 +95,7 @@ class LossScaleOptimizer(Optimizer):
         max_scale: float = 2.0**24,
         on_overflow: str = "skip",
         enabled: bool = True,
+        check_finite: bool | None = None,
         process_group: Any = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -112,6 +115,7 @@ class LossScaleOptimizer(Optimizer):
         self.init_scale = float(init_scale)
         self.on_overflow = on_overflow
         self.enabled = enabled
+        self.check_finite = on_overflow == "raise" if check_finite is None else bool(check_finite)
         self.process_group = process_group
         self._setup()
         self._searches = model is None
@@ -304,6 +308,9 @@ class LossScaleOptimizer(Optimizer):
         if not self.enabled:
             return inner.step() if closure is None else inner.step(closure)
         self._search()
+        if not (self.check_finite or self._groups()):
+            self._last_skipped = False
+            return inner.step() if closure is None else inner.step(closure)
         if closure is not None and not evaluates_once(inner):
             return self._step_through(closure)
         loss = None
@@ -535,7 +542,7 @@ class LossScaleOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ copying
 
-    _COPIED = ("inner_optimizer", "rule", "init_scale", "on_overflow", "enabled", "process_group")
+    _COPIED = ("check_finite", "inner_optimizer", "rule", "init_scale", "on_overflow", "enabled", "process_group")
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: self.__dict__[name] for name in self._COPIED}

@@ -563,10 +563,22 @@ def test_bfloat16_models_are_not_scaled() -> None:
     assert optimizer.get_scale() == 1.0
     loss.backward()
     assert model.weight.grad is not None
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    assert "scale" not in optimizer.state_dict()["param_groups"][0]["loss_scale"]
+
+
+@pytest.mark.parametrize("check_finite", [True, None])
+def test_bfloat16_steps_are_guarded_on_request(check_finite: bool | None) -> None:
+    model = nn.Linear(4, 3)
+    register_model(model, None, torch.bfloat16)
+    optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=0.1), model, check_finite=check_finite)
+    model(X).sum().backward()
+    assert model.weight.grad is not None
     model.weight.grad[0] = float("nan")
     optimizer.step()
-    assert optimizer.last_step_skipped
-    assert "scale" not in optimizer.state_dict()["param_groups"][0]["loss_scale"]
+    assert optimizer.last_step_skipped is bool(check_finite)
+    assert bool(model.weight.isfinite().all()) is bool(check_finite)
 
 
 def test_a_model_without_conversion_warns() -> None:
