@@ -117,7 +117,9 @@ def argument_needs(
         name = key if isinstance(key, str) else (names[key] if key < len(names) else "")
         lent = base in _LENT and key in (1, "other")
         target = key == "out" or (written and key == 0 and "out" not in node.kwargs)
-        if name in keep or lent or target:
+        if composite and name in keep:
+            yield key, Need.SAME  # the state: what the cell returns has its dtype
+        elif name in keep or lent or target:
             yield key, Need.KEEP
         elif composite:
             yield key, Need.LOW
