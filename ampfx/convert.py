@@ -130,6 +130,12 @@ def _check_model(model: object) -> None:
             f"convert the model inside {type(model).__name__} and wrap the result: "
             f"{type(model).__name__}(convert(model))"
         )
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise OptionError(
+            f"{', '.join(lazy)} have no shape yet: run the model once on a batch, as lazy modules need, and convert "
+            "it then"
+        )
     low = sorted({str(p.dtype) for p in model.parameters() if p.dtype in LOW_DTYPES and p.requires_grad})
     if low:
         raise OptionError(

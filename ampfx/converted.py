@@ -323,6 +323,9 @@ class ConvertedModule(fx.GraphModule):
 
     _ampfx: Conversion
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Stops here: to the registries of the user's base classes a converted class is no class of its own."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Calling the class makes a model of the user's: ``model[:2]`` and class methods do that."""
         original = getattr(cls, "_ampfx_original", None)
