@@ -7,7 +7,7 @@ one low dtype:
 1. The model is converted with a batch of 4 and compared with a float32 copy, in train and then in eval
    mode, on that batch, on a batch of 6, on other data under another seed, and on shorter sequences where
    the inputs have a length and the model takes another. Dropout is off: a mask drawn for another dtype
-   is another mask, not an error.
+   is another mask, not an error. In float16 gradients are scaled by a power of two that autocast bears.
 2. An error is the norm of the difference over the norm of the truth: for outputs the worst tensor, for
    gradients all parameters together. ``torch.autocast`` runs on the same inputs, with the same loss scale.
 3. Beyond the dtype's tolerance is a failure, unless autocast is beyond it too: then both are compared with a
@@ -18,7 +18,10 @@ one low dtype:
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import random
+import sys
 import time
 import types
 import warnings
@@ -34,7 +37,7 @@ import ampfx
 from ampfx.capture.structure import flatten, unflatten
 
 BATCHES = (4, 6)
-SCALE = 1024.0
+SCALES = (1024.0, 32.0, 1.0)
 TOLERANCE = {torch.bfloat16: (0.05, 0.15), torch.float16: (0.01, 0.03)}  # outputs, gradients
 _CHOICES = ("topk", "argmax", "argmin", "argsort", "sort", "round", "floor", "sign", "multinomial", "bernoulli")
 _COMPARISONS = ("gt", "lt", "ge", "le")
@@ -60,6 +63,7 @@ class Outcome:
         judged: why float64 was asked, empty where float32 was truth enough.
         failures: what is wrong.
         situations: comparisons made.
+        scale: what the loss is multiplied by.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Outcome:
     judged: str = ""
     failures: list[str] = field(default_factory=list)
     situations: int = 0
+    scale: float = 1.0
 
 
 def check_model(builders: types.ModuleType, name: str, dtype: torch.dtype, labels: bool = False) -> Outcome:
@@ -103,9 +108,11 @@ def _check(
     inputs: Callable[[int], Inputs],
 ) -> None:
     parameters = dict(model.named_parameters())
-    scale = SCALE if outcome.dtype == torch.float16 else None
     args, kwargs = inputs(BATCHES[0])
     model.train()
+    scale: float | None = None
+    if outcome.dtype == torch.float16:
+        scale = outcome.scale = _scale(model, (args, kwargs))
     start = time.perf_counter()
     converted = ampfx.convert(model, args, kwargs, dtype=outcome.dtype, loss_scale=scale)
     outcome.seconds = time.perf_counter() - start
@@ -179,7 +186,6 @@ def _compare(
     outcome: Outcome, converted: nn.Module, reference: nn.Module, inputs: Inputs, seed: int, label: str
 ) -> None:
     converted.load_state_dict(reference.state_dict())  # statistics drift apart by rounding
-    scale = SCALE if outcome.dtype == torch.float16 else 1.0
     twin, double = _copy(reference), _copy(reference)
     got = _step(converted, inputs, seed)
     truth = _step(reference, inputs, seed)
@@ -187,7 +193,7 @@ def _compare(
     autocast: _Step | None = None
     try:
         with torch.autocast("cpu", dtype=outcome.dtype):
-            autocast = _step(twin, inputs, seed, scale)
+            autocast = _step(twin, inputs, seed, outcome.scale)
     except Exception:  # it happens: no kernel for a dtype, a mix of dtypes
         outcome.out_autocast = outcome.grad_autocast = None
     _judge(outcome, got, truth, autocast, lambda: _step(double.double(), _in_double(inputs), seed), converted, label)
@@ -225,21 +231,39 @@ def _judge(
             plain = _errors(truth, best)[index]
         except Exception:  # the model does not run in float64
             ours, his, plain = error, their, 0.0
-        outcome.judged = _why(converted, plain)
+        outcome.judged = _why(converted, truth, plain, outcome.dtype)
         if not ours <= 1.3 * his + limit:
             outcome.failures.append(f"{label}: {what} off float64 by {ours:.2g}, autocast by {his:.2g}")
 
 
-def _why(converted: nn.Module, plain: float) -> str:
+def _scale(model: nn.Module, inputs: Inputs) -> float:
+    """The largest scale under which float16 gradients are finite; dynamic scaling would find it."""
+    for scale in SCALES:
+        try:
+            with torch.autocast("cpu", dtype=torch.float16):
+                step = _step(_copy(model), inputs, 1, scale)
+        except Exception:  # autocast cannot run the model
+            break
+        if all(grad.isfinite().all() for grad in step.grads.values() if grad is not None):
+            return scale
+    return SCALES[0] if scale != SCALES[-1] else scale
+
+
+def _why(converted: nn.Module, truth: _Step, plain: float, dtype: torch.dtype) -> str:
     """Why a model is off under autocast too."""
     if plain > 1e-3:
         return f"ill-conditioned: float32 itself is off float64 by {plain:.1g}"
+    largest = [float(out.abs().max()) for out in truth.outputs if out.is_floating_point() and out.numel()]
+    if dtype == torch.float16 and any(0 < value < 1e-4 for value in largest):
+        return f"an output of at most {min(filter(None, largest)):.1g} is below the range of float16"
     parts = [part for part in converted.modules() if isinstance(part, ampfx.ConvertedModule)]
     ops = {node.op for part in parts for entry in part._ampfx.entries for node in _nodes(entry)}
     found = [op for op in _CHOICES if op in ops] or [op for op in _COMPARISONS if op in ops]
+    if "batch_norm" in ops:
+        return "gradients nearly cancel in batch norm over few values"
     if found:
         return f"choices on computed values ({', '.join(found[:3])}) fall otherwise after rounding"
-    return "rounding is amplified (small outputs of large sums)"
+    return "gradients that nearly cancel amplify the rounding"
 
 
 def _nodes(entry: Any) -> Iterator[Any]:
@@ -260,6 +284,9 @@ def _step(model: nn.Module, inputs: Inputs, seed: int, scale: float = 1.0) -> _S
     model.zero_grad(set_to_none=True)
     args, kwargs = copy.deepcopy(inputs)
     torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     result = model(*args, **kwargs)
     outputs: list[Tensor] = []
     flatten(result, _is_tensor, outputs)
@@ -347,12 +374,17 @@ def _check_copies(
     situation = inputs(BATCHES[0])
     converted.eval()
     want = _step(converted, situation, 3)
-    copies: list[tuple[str, Callable[[], nn.Module]]] = [("deepcopy", lambda: copy.deepcopy(converted))]
-    try:
-        pickle.dumps(reference)
-        copies.append(("pickle", lambda: pickle.loads(pickle.dumps(converted))))
-    except Exception:  # the model itself has closures
-        pass
+    ways: tuple[tuple[str, Callable[[nn.Module], nn.Module]], ...] = (
+        ("deepcopy", copy.deepcopy),
+        ("pickle", lambda model: pickle.loads(pickle.dumps(model))),
+    )
+    copies: list[tuple[str, Callable[[], nn.Module]]] = []
+    for what, way in ways:
+        try:
+            way(reference)
+        except Exception:  # the model itself has closures, or keeps activations
+            continue
+        copies.append((what, functools.partial(way, converted)))
     for what, make in copies:
         try:
             got = _step(make(), situation, 3)

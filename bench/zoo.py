@@ -73,7 +73,7 @@ def _summary(models: list[list[Outcome]], dtypes: list[torch.dtype]) -> Iterator
     whole = sum(all(item.whole for item in row) for row in models)
     good = sum(not item.failures for item in outcomes)
     judged = sum(any(item.judged for item in row) for row in models)
-    again = sum(any(count > 1 for item in row for count in item.graphs) for row in models)
+    again = [row[0].name for row in models if any(count > 1 for item in row for count in item.graphs)]
     slowest = max(outcomes, key=lambda item: item.seconds)
     largest = max(outcomes, key=lambda item: item.nodes)
     yield "Written by `python -m bench.zoo`. Each model is converted once and compared with float32 in train and eval"
@@ -89,26 +89,28 @@ def _summary(models: list[list[Outcome]], dtypes: list[torch.dtype]) -> Iterator
         own = [item for item in outcomes if item.dtype == dtype]
         plain = [item for item in own if not item.judged]
         out, grad = max(plain, key=lambda item: item.out), max(plain, key=lambda item: item.grad)
-        yield f"* {_name(dtype)}: tolerance {limits[0]:g} of the norm for outputs, {limits[1]:g} for gradients; worst"
-        yield f"  {out.out:.2g} ({out.name}) and {grad.grad:.2g} ({grad.name})."
+        yield f"* {_name(dtype)}: tolerance {limits[0]:.0%} of the norm for outputs, {limits[1]:.0%} for gradients;"
+        yield f"  worst {out.out:.2%} ({out.name}) and {grad.grad:.2%} ({grad.name})."
     yield f"* {judged} models are beyond that under `torch.autocast` as well and are judged against float64 (*)."
-    yield f"* {again} models branch on shapes or values and were captured more than once in a mode."
+    yield f"* {len(again)} models branch, or loop, on what changes between the calls and were captured again for it:"
+    yield f"  {', '.join(again) or 'none'}."
     yield f"* Capture and conversion: at most {slowest.seconds:.2f} s ({slowest.name}); the largest graph has"
     yield f"  {largest.nodes} nodes ({largest.name}, {largest.seconds:.2f} s)."
     yield "* Parameters' names and identity, `state_dict` keys, deepcopy and pickle are checked for every model."
 
 
 def _table(rows: list[list[Outcome]], dtypes: list[torch.dtype]) -> Iterator[str]:
-    yield "Errors as share of the norm, in parentheses those of `torch.autocast`; *graphs* in train + eval mode."
+    yield "Errors in percent of the norm, in parentheses those of `torch.autocast`; *graphs* in train + eval mode;"
+    yield "*s*: seconds to capture and convert. * judged against float64, ‡ in parts, † deviates: see below."
     yield ""
     heads = ["model", "nodes", "s", "graphs"]
     for dtype in dtypes:
         heads += [f"{_name(dtype)} outputs", "gradients"]
-    widths = [23, 5, 4, 6] + [15, 15] * len(dtypes)
+    widths = [22, 5, 4, 6] + [12, 12] * len(dtypes)
     yield f"| {' | '.join(head.ljust(width) for head, width in zip(heads, widths, strict=True))} |"
     yield f"|{'|'.join('-' * (width + 2) for width in widths)}|"
     for row in rows:
-        mark = " †" if any(item.failures for item in row) else "" if all(item.whole for item in row) else " (parts)"
+        mark = "†" if any(item.failures for item in row) else "" if all(item.whole for item in row) else "‡"
         graphs = "+".join(str(max(counts)) for counts in zip(*(item.graphs for item in row), strict=False)) or "-"
         seconds = max(item.seconds for item in row)
         cells = [f"{row[0].name}{mark}", str(row[0].nodes), f"{seconds:.1f}", graphs]
@@ -119,25 +121,24 @@ def _table(rows: list[list[Outcome]], dtypes: list[torch.dtype]) -> Iterator[str
 
 
 def _errors(ours: float, autocast: float | None, star: str) -> str:
-    return f"{_short(ours)}{star} ({'-' if autocast is None else _short(autocast)})"
+    return f"{_percent(ours)}{star} ({'-' if autocast is None else _percent(autocast)})"
 
 
-def _short(error: float) -> str:
-    if 1e-4 <= error < 1:
-        return f"{error:.4f}".removeprefix("0")
-    return f"{error:.0e}" if 0 < error < 1 else f"{error:.2g}"
+def _percent(error: float) -> str:
+    return f"{100 * error:.2f}" if error < 0.0995 else f"{100 * error:.1f}" if error < 0.995 else f"{100 * error:.0f}"
 
 
 def _remarks(models: list[list[Outcome]]) -> Iterator[str]:
-    sections: dict[str, list[str]] = {"Converted in parts": [], "Judged against float64": [], "Deviations (†)": []}
+    headings = ("Converted in parts (‡)", "Judged against float64 (*)", "Deviations (†)")
+    sections: dict[str, list[str]] = {heading: [] for heading in headings}
     for row in models:
         for item in row[:1]:
             if not item.whole:
                 share = f"{item.coverage:.0%} of the matrix-product FLOPs run converted"
-                sections["Converted in parts"].append(f"* {item.name}: {share}. {item.reason}")
+                sections["Converted in parts (‡)"].append(f"* {item.name}: {share}. {item.reason}")
         judged = {item.judged: None for item in row if item.judged}
         if judged:
-            sections["Judged against float64"].append(f"* {row[0].name}: {'; '.join(judged)}.")
+            sections["Judged against float64 (*)"].append(f"* {row[0].name}: {'; '.join(judged)}.")
         for item in row:
             texts = [f"* {item.name}, {_name(item.dtype)}: {text}" for text in item.failures]
             sections["Deviations (†)"] += texts
