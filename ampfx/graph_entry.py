@@ -109,7 +109,7 @@ class GraphEntry:
         key = self.shapes_of(leaves) if self.captured.late_guards else ()
         if self.captured.late_guards and (self.data_guards or key not in self.verified):
             with self._undone_on_error(leaves):
-                values = self.checked(*leaves)
+                values = self._run_checked(leaves)
             if not self.data_guards and len(self.verified) < _MAX_VERIFIED:
                 self.verified.add(key)
         else:
@@ -135,6 +135,17 @@ class GraphEntry:
             for module, name in self.kept
         )
         return (*shape_key(leaves), kept)
+
+    def _run_checked(self, leaves: list[Any]) -> Any:
+        """Run with all guards. What autograd notes on an input that is written to cannot be undone: take copies."""
+        given = {i: leaves[i] for i in self.written_inputs if torch.is_grad_enabled() and leaves[i].requires_grad}
+        if not given:
+            return self.checked(*leaves)
+        copies = {index: tensor.clone() for index, tensor in given.items()}
+        values = self.checked(*[copies.get(index, leaf) for index, leaf in enumerate(leaves)])
+        for index, tensor in given.items():
+            tensor.copy_(copies[index])
+        return values
 
     @contextlib.contextmanager
     def _undone_on_error(self, leaves: list[Any]) -> Iterator[None]:

@@ -49,6 +49,8 @@ class HeldTensors:
             id(item): weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor)
         }
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._by_storage: dict[int, list[torch.Tensor]] | None = None
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         self._nested_scanned = False
         for path, module in root.named_modules():
             prefix = f"{path}." if path else ""
@@ -96,19 +98,37 @@ class HeldTensors:
                         self._hold(tensor, Holder(owner=path, path=inner))
 
     def protect(self, tensor: torch.Tensor) -> None:
-        """Keep the value of a tensor that a recorded operation is about to overwrite."""
+        """Keep the value of every tensor that shares memory with one that an operation is about to overwrite."""
         base = tensor._base if tensor._is_view() else tensor
-        for candidate in (tensor, base):
-            if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
-                continue
-            held: torch.Tensor = candidate
-            alive = self._alive.get(id(held))
-            if alive is not None and alive() is held:
-                with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for candidate in (tensor, base):
+                if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
+                    continue
+                held: torch.Tensor = candidate
+                alive = self._alive.get(id(held))
+                if alive is not None and alive() is held:
                     self._save(held)
+            for held in self._held_by_storage().get(_storage(tensor), ()):
+                self._save(held)
+
+    def _held_by_storage(self) -> dict[int, list[torch.Tensor]]:
+        """The model's tensors by their memory: ``p.data`` and ``p.detach()`` are written in their stead."""
+        if self._by_storage is None:
+            self._by_storage = {}
+            for held, _ in self._holders.values():
+                self._by_storage.setdefault(_storage(held), []).append(held)
+            self._by_storage.pop(0, None)
+        return self._by_storage
+
+    def protect_generator(self, generator: torch.Generator) -> None:
+        """Keep the state of a random generator that an operation is about to draw from."""
+        if not any(known is generator for known, _ in self._generators):
+            self._generators.append((generator, generator.get_state()))
 
     def restore(self) -> None:
         """Bring back every value that the recorded run overwrote."""
+        for generator, state in self._generators:
+            generator.set_state(state)
         with torch.no_grad():
             for tensor, value, version in self._saved.values():
                 if _version(tensor) != version or not torch.equal(tensor, value):
@@ -122,6 +142,13 @@ class HeldTensors:
                 known = self._holders.get(id(tensor))
                 names.append(known[1].attribute or "?" if known is not None else "?")
         return names
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
+        return 0
 
 
 def _version(tensor: torch.Tensor) -> int:

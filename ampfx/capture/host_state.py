@@ -44,6 +44,7 @@ class HostState:
         self._buffers = [
             (d["_buffers"], skip_here) for d, skip_here in zip(self._dicts, self._skip, strict=True) if d["_buffers"]
         ]
+        self._classes = [vars(cls) for cls in _user_classes(self._modules)]
         self._hooks = [d[store] for d in self._dicts[1:] for store in _HOOK_STORES]
         self.capture()
 
@@ -79,7 +80,8 @@ class HostState:
             for d, skip in self._filtered
         ]
         plain = [list(d.values()) for d in self._plain]
-        return filtered, plain, list(map(content, self._containers))
+        classes = [list(d.values()) for d in self._classes]
+        return filtered, plain, classes, list(map(content, self._containers))
 
     def _parameter_state(self) -> list[Any]:
         return [
@@ -97,7 +99,7 @@ class HostState:
 
     def _details(self) -> list[Any]:
         """Attributes by what a graph can depend on: plain values themselves, tensors by dtype and shape."""
-        return [
+        modules = [
             {
                 name: _kind(value) if name in skip else _plain(value)
                 for name, value in values.items()
@@ -105,6 +107,7 @@ class HostState:
             }
             for values, skip in zip(self._dicts, self._skip, strict=True)
         ]
+        return modules + [{name: _plain(value, 1) for name, value in d.items()} for d in self._classes]
 
     def matches(self) -> bool:
         """Whether everything is as it was."""
@@ -127,6 +130,16 @@ class HostState:
             return False
         self.capture()
         return True
+
+
+def _user_classes(modules: list[tuple[str, nn.Module]]) -> list[type]:
+    """The classes of modules that are the user's: their attributes and methods can be changed."""
+    classes: dict[type, None] = {}
+    for kind in {type(module): None for _, module in modules}:
+        for cls in kind.__mro__:
+            if cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "ampfx"):
+                classes[cls] = None
+    return list(classes)
 
 
 def _kind(value: Any) -> Any:

@@ -524,13 +524,16 @@ class Recorder(TorchFunctionMode):
     def _protect(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """Before an operation writes to a tensor the model holds, keep its value for restoring."""
         op = node.meta["op"]
-        if (op.endswith("_") or op == "setitem") and args and isinstance(args[0], torch.Tensor):
-            self.held.protect(args[0])
-        out = kwargs.get("out")
-        if out is not None:
-            for leaf in pytree.tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    self.held.protect(leaf)
+        written: list[Any] = [kwargs.get("out")]
+        if op.endswith("_") or op == "setitem":
+            written += args[:1]
+        elif "::" in op:  # a custom operator may write to any of its arguments
+            written += [args, kwargs]
+        for leaf in pytree.tree_leaves(written):
+            if isinstance(leaf, torch.Tensor):
+                self.held.protect(leaf)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.held.protect_generator(kwargs["generator"])
 
     # ------------------------------------------------------------------ numbers and guards
 
