@@ -11,6 +11,7 @@ from torch import nn
 from ampfx.blocks import find_blocks
 from ampfx.capture.inputs import copy_inputs
 from ampfx.capture.plain_run import plain_run
+from ampfx.capture.torchscript import graph_of_script
 from ampfx.converted import BLOCK_WISE, ConvertedModule, wrap
 from ampfx.dtypes import LOW_DTYPES
 from ampfx.errors import CaptureError
@@ -44,7 +45,8 @@ def convert(
     The given model is not changed; parameters and buffers are shared with it and stay float32.
 
     Args:
-        model: the model. Its parameters should be float32.
+        model: the model. Its parameters should be float32. A TorchScript module is converted where torch can
+            turn it into a graph, for its mode and for the sizes of ``example_inputs``.
         example_inputs: a tuple of positional arguments, a dict of keyword arguments, or one tensor. The model
             is run on them once, here. Without them it is captured at its first call; a model that
             takes one tensor is captured with a made-up one before, so that its graph can be looked at.
@@ -73,6 +75,11 @@ def convert(
         PolicyError: an override or an op list matches nothing.
         OptionError: an argument has no meaning.
     """
+    inputs = _inputs(example_inputs, example_kwargs)
+    if isinstance(model, torch.jit.ScriptModule):
+        if inputs is None:
+            raise CaptureError("a TorchScript module is converted from a graph that torch makes: give example_inputs=")
+        model = graph_of_script(model, *inputs)
     _check_model(model)
     device_type = _device_type(model, device)
     options = make_options(
@@ -91,7 +98,6 @@ def convert(
     converted = wrap(model, options)
     if options.blocks is not None:
         converted._ampfx.stay_python(converted, BLOCK_WISE)
-    inputs = _inputs(example_inputs, example_kwargs)
     if inputs is not None:
         with torch.autocast(device_type, enabled=False):
             _capture(converted, *inputs)
@@ -117,10 +123,6 @@ def _capture(converted: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError(
-            "a TorchScript module has no Python forward to record: convert the nn.Module that it was made from"
-        )
     if not isinstance(model, nn.Module):
         raise OptionError(f"convert takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, ConvertedModule):
