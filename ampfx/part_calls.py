@@ -14,13 +14,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    **flop_registry,  # has the attention kernels of other devices
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+}
 _local = threading.local()
 
 
@@ -50,15 +56,15 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         packet = func._overloadpacket
-        if packet not in flop_registry:
+        if packet not in _FORMULAS:
             with self:  # in inference mode linear arrives as linear: look at what it does
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
-        if self.owner is not None and packet in flop_registry:
+        if self.owner is not None and packet in _FORMULAS:
             with contextlib.suppress(Exception):  # a count is not worth an error in the user's model
-                self.counts.python_flops[self.owner] += int(flop_registry[packet](*args, **kwargs, out_val=out))
+                self.counts.python_flops[self.owner] += int(_FORMULAS[packet](*args, **kwargs, out_val=out))
         return out
 
 

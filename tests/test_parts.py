@@ -193,7 +193,7 @@ def test_training_in_float16_with_the_optimizer() -> None:
             loss = F.mse_loss(net(X), target)
             loss.backward()
             optimizer.step()
-        losses[name] = float(loss)
+        losses[name] = loss.item()
     assert losses["model"] == pytest.approx(losses["reference"], rel=1e-2)
 
 
@@ -358,6 +358,65 @@ def test_watching_the_python_code_changes_nothing() -> None:
     assert error(first, want) < 5e-3
     assert model.report().parts[""].flops > 0
     assert 0 < model.report().coverage < 1
+
+
+class Products(nn.Module):
+    """Every kind of product; the first argument says whether numpy keeps it from being a graph."""
+
+    def __init__(self, as_graph: bool) -> None:
+        super().__init__()
+        self.as_graph = as_graph
+        self.w, self.k = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(6, 2, 3, 3))
+        self.t, self.b = nn.Parameter(torch.randn(6, 2, 2, 2)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.as_graph:
+            np.random.rand()
+        total = F.linear(x, self.w, self.b).sum() + (x @ self.w).sum() + torch.einsum("bhqd,...bhkd->bhqk", x, x).sum()
+        flat = x.flatten(0, 1)
+        total = total + torch.baddbmm(torch.zeros(1, 4, 4), flat.mT, flat).sum()
+        total = total + torch.addmm(self.b, x[0, 0], self.w).sum() + torch.einsum("ij,jk", self.w, self.w).sum()
+        total = total + F.scaled_dot_product_attention(x, x[:, :, :3], x[:, :, :3]).sum()
+        image = F.conv2d(x, self.k, padding=1)
+        total = total + F.conv1d(flat, self.w.repeat(1, 2)[:, :6, None]).sum()
+        return total + F.conv_transpose2d(image, self.t).sum()
+
+
+def test_flops_of_graphs_and_of_python_code_agree() -> None:
+    x = torch.randn(3, 2, 6, 4)
+    graph = in_parts(Products(as_graph=True), x).report().parts[""]
+    python = in_parts(Products(as_graph=False), x).report().parts[""]
+    assert (graph.state, python.state) == ("captured", "python")
+    assert graph.flops == python.flops > 0
+
+
+def test_flops_of_recurrent_layers() -> None:
+    x = torch.randn(3, 5, 8)
+    gates = 4 * 16 * (8 + 16 + 16 + 16)
+    report = in_parts(nn.LSTM(8, 16, num_layers=2, batch_first=True), x).report()
+    assert report.parts[""].flops == 2 * 3 * 5 * gates
+    assert in_parts(nn.GRUCell(8, 16), X).report().parts[""].flops == 2 * 6 * 3 * 16 * (8 + 16)
+
+
+def test_an_error_of_the_model_leaves_no_watch_behind() -> None:
+    class Failing(Glue):
+        failing = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            if self.failing:
+                raise KeyError("the model's own")
+            return out
+
+    model = in_parts(Failing())
+    with pytest.raises(KeyError, match="the model's own"):
+        model(X)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    Failing.failing = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(X)
+    assert model.report().parts["cell"].calls == 3
 
 
 # ---------------------------------------------------------------------- block by block
