@@ -34,6 +34,14 @@ from ampfx.errors import CaptureError
 from ampfx.graph_utils import is_impure
 
 
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
 @dataclass
 class Captured:
     """A recorded graph and what belongs to it.
@@ -61,6 +69,20 @@ class Captured:
 
 class UnstableAttributeError(CaptureError):
     """The forward changes a plain attribute; it may do so at its first call only."""
+
+
+@contextlib.contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Hooks on all modules (profilers, counters) are not the model's: they stay out of the recording."""
+    stores = [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS]
+    kept = [dict(store) for store in stores]
+    for store in stores:
+        store.clear()
+    try:
+        yield
+    finally:
+        for store, hooks in zip(stores, kept, strict=True):
+            store.update(hooks)
 
 
 def _own_saves() -> contextlib.AbstractContextManager[Any]:
@@ -100,7 +122,7 @@ class Capture:
         try:
             with random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
                 python_random = python_state()
-                with _own_saves(), intercepting(self), recorder:
+                with _own_saves(), _no_global_hooks(), intercepting(self), recorder:
                     result = self._call_root(call_args, call_kwargs)
                     outputs: list[Any] = []
                     out_structure = flatten(result, is_output_leaf, outputs)
