@@ -122,7 +122,7 @@ class Capture:
         try:
             with random_state(), torch.autocast(_device_type(leaves, self.root), enabled=False):
                 python_random = python_state()
-                with _own_saves(), _no_global_hooks(), intercepting(self), recorder:
+                with _own_saves(), _no_global_hooks(), self.held.recording(), intercepting(self), recorder:
                     result = self._call_root(call_args, call_kwargs)
                     outputs: list[Any] = []
                     out_structure = flatten(result, is_output_leaf, outputs)

@@ -8,8 +8,8 @@ time instead of freezing the value. It also brings back the values that the reco
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +45,7 @@ class HeldTensors:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self._holders: dict[int, tuple[torch.Tensor, Holder]] = {}
-        self._alive: dict[int, weakref.ref[Any]] = {
-            id(item): weakref.ref(item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor)
-        }
+        self._collected = False
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._by_storage: dict[int, list[torch.Tensor]] | None = None
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -70,7 +68,9 @@ class HeldTensors:
                         self._save(tensor)
 
     def _hold(self, tensor: torch.Tensor, holder: Holder) -> None:
-        self._holders.setdefault(id(tensor), (tensor, holder))
+        known = self._holders.setdefault(id(tensor), (tensor, holder))
+        if known[0] is tensor and known[1] is holder and self._by_storage is not None:
+            self._by_storage.setdefault(_storage(tensor), []).append(tensor)
 
     def _save(self, tensor: torch.Tensor) -> None:
         if id(tensor) not in self._saved:
@@ -87,8 +87,37 @@ class HeldTensors:
             known = self._holders.get(id(tensor))
             if known is not None and known[0] is tensor:
                 return known[1]
-        alive = self._alive.get(id(tensor))
-        return Holder() if alive is not None and alive() is tensor else None
+        if self._is_new(tensor):
+            return None
+        self._hold(tensor, Holder())
+        return Holder()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Tell what is made while this is active from what was there before.
+
+        The garbage collector keeps young objects apart. Everything older leaves the youngest generation here, and
+        nothing leaves it until the end: a look there, at need, is cheap, where a walk over all objects of a large
+        program is not.
+        """
+        enabled = gc.isenabled()
+        gc.collect(0)
+        gc.disable()
+        self._collected = False
+        gc.callbacks.append(self._note_collection)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._note_collection)
+            if enabled:
+                gc.enable()
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collected = True
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made during the recording; after a collection in it nobody knows, so yes."""
+        return self._collected or any(item is tensor for item in gc.get_objects(generation=0))
 
     def _scan_nested(self) -> None:
         for path, module in self.root.named_modules():
@@ -99,15 +128,7 @@ class HeldTensors:
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Keep the value of every tensor that shares memory with one that an operation is about to overwrite."""
-        base = tensor._base if tensor._is_view() else tensor
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for candidate in (tensor, base):
-                if not isinstance(candidate, torch.Tensor) or id(candidate) in self._saved:
-                    continue
-                held: torch.Tensor = candidate
-                alive = self._alive.get(id(held))
-                if alive is not None and alive() is held:
-                    self._save(held)
             for held in self._held_by_storage().get(_storage(tensor), ()):
                 self._save(held)
 
@@ -117,7 +138,6 @@ class HeldTensors:
             self._by_storage = {}
             for held, _ in self._holders.values():
                 self._by_storage.setdefault(_storage(held), []).append(held)
-            self._by_storage.pop(0, None)
         return self._by_storage
 
     def protect_generator(self, generator: torch.Generator) -> None:
@@ -148,7 +168,7 @@ def _storage(tensor: torch.Tensor) -> int:
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without one storage
-        return 0
+        return -id(tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
