@@ -13,6 +13,7 @@ A graph is used for a call only if
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from ampfx.graph_view import GraphView
 from ampfx.ops import written_arguments
 
 _MAX_VERIFIED = 4096
+_FLOAT16 = torch.finfo(torch.float16)
 
 
 def call_key(leaves: list[Any]) -> tuple[Any, ...]:
@@ -43,8 +45,16 @@ def call_key(leaves: list[Any]) -> tuple[Any, ...]:
             first = seen.setdefault(id(leaf), index)
             parts.append((leaf.dtype, leaf.dim(), leaf.device, grad and leaf.requires_grad, first, leaf.layout))
         else:
-            parts.append(type(leaf))
+            parts.append((type(leaf), _magnitude(leaf)))
     return tuple(parts)
+
+
+def _magnitude(number: int | float) -> int:
+    """Whether a number is too large or too small for low precision: what it meets may then be in float32."""
+    size = abs(number)
+    if size == 0 or not math.isfinite(size):
+        return 0
+    return 1 if size > _FLOAT16.max else -1 if size < _FLOAT16.smallest_normal else 0
 
 
 def shape_key(leaves: list[Any]) -> tuple[Any, ...]:

@@ -60,7 +60,8 @@ def constant_hazard(node: Node, low: torch.dtype) -> str | None:
     if facts.base in _NO_VALUES or not facts.managed:
         return None
     eps_like = facts.base in _EPS_OPS
-    for key, value in (*enumerate(node.args), *node.kwargs.items()):
+    for key, given in (*enumerate(node.args), *node.kwargs.items()):
+        value = given.meta.get("number") if isinstance(given, Node) else given
         if type(value) is float or (type(value) is int and facts.base in _WHOLE_VALUES):
             hazard = _number_hazard(value, low, eps_like or key == "eps")
             if hazard is not None:

@@ -33,7 +33,6 @@ from ampfx.capture.symbols import TracedFloat, TracedInt
 from ampfx.errors import CaptureError
 from ampfx.graph_utils import is_impure
 
-
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -169,6 +168,7 @@ class Capture:
                 traced.append(leaf)
             else:
                 node.meta["val"] = None
+                node.meta["number"] = leaf
                 kind = TracedInt if isinstance(leaf, int) else TracedFloat
                 traced.append(kind(leaf, node, recorder))
         return traced

@@ -566,6 +566,7 @@ class Recorder(TorchFunctionMode):
         return self._traced(result, node)
 
     def _traced(self, value: int | float, node: fx.Node) -> TracedInt | TracedFloat:
+        node.meta["number"] = value
         return TracedInt(value, node, self) if isinstance(value, int) else TracedFloat(value, node, self)
 
     def decided(self, function: Callable[..., Any], operands: tuple[Any, ...], result: bool) -> bool:
