@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Iterator
@@ -76,8 +77,9 @@ def _summary(models: list[list[Outcome]], dtypes: list[torch.dtype]) -> Iterator
     again = [row[0].name for row in models if any(count > 1 for item in row for count in item.graphs)]
     slowest = max(outcomes, key=lambda item: item.seconds)
     largest = max(outcomes, key=lambda item: item.nodes)
-    yield "Written by `python -m bench.zoo`. Each model is converted once and compared with float32 in train and eval"
-    yield "mode: two batch sizes, other data under another seed, shorter sequences where the model takes them."
+    yield "Written by `python -m bench.zoo FOLDER --out docs/zoo.md`. Each model is converted once and compared with"
+    yield "float32 in train and eval mode: two batch sizes, other data under another seed, shorter sequences where"
+    yield "the model takes them."
     yield f"Tiny random weights, dropout off, CPU, one thread, PyTorch {torch.__version__}."
     yield ""
     comparisons = sum(item.situations for item in outcomes)
@@ -146,7 +148,8 @@ def _remarks(models: list[list[Outcome]]) -> Iterator[str]:
         if lines:
             yield f"## {heading}"
             yield ""
-            yield from lines
+            for line in lines:
+                yield from textwrap.wrap(line, 110, subsequent_indent="  ", break_on_hyphens=False)
             yield ""
 
 
