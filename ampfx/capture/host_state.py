@@ -2,7 +2,8 @@
 
 A graph bakes in what the forward reads from its modules besides tensors: ``training`` flags, plain
 attributes (``self.p``), which hooks and submodules there are, which parameters need gradients, their dtypes
-and shapes. :class:`HostState` remembers all of it and tells, fast, whether it still holds:
+and shapes; and what it reads from outside (:mod:`ampfx.capture.outer_names`). :class:`HostState` remembers
+all of it and tells, fast, whether it still holds:
 
 1. one sweep compares every attribute, and the contents of every list, dict, set and plain object that
    attributes hold, with what they were, mostly by identity;
@@ -20,6 +21,7 @@ from torch import nn
 
 from ampfx.capture.attributes import STORES
 from ampfx.capture.containers import DEPTH, containers, content, is_plain_object
+from ampfx.capture.outer_names import OuterNames
 
 _HOOK_STORES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -46,6 +48,7 @@ class HostState:
         ]
         self._classes = [vars(cls) for cls in _user_classes(self._modules)]
         self._hooks = [d[store] for d in self._dicts[1:] for store in _HOOK_STORES]
+        self._outer = OuterNames(_user_classes(self._modules))
         self.capture()
 
     def capture(self) -> None:
@@ -61,6 +64,7 @@ class HostState:
         self._buffer_values = self._buffer_state()
         self._hook_counts = [len(store) for store in self._hooks]
         self._detailed = self._details()
+        self._outer.capture()
 
     def _all_containers(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -113,7 +117,7 @@ class HostState:
         """Whether everything is as it was."""
         if self._parameter_state() != self._parameter_values or self._buffer_state() != self._buffer_values:
             return False
-        if list(map(len, self._hooks)) != self._hook_counts:
+        if list(map(len, self._hooks)) != self._hook_counts or not self._outer.matches():
             return False
         # Modules compare by identity.
         if [child for store in self._children for child in store.values()] != self._child_values:
