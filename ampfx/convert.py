@@ -148,7 +148,10 @@ def _check_model(model: object) -> None:
 
 def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
     if device is not None:
-        return torch.device(device).type
+        try:
+            return torch.device(device).type
+        except RuntimeError:
+            raise OptionError(f"device={device!r}: torch knows no such device") from None
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device.type
     return "cpu"

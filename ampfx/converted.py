@@ -22,13 +22,14 @@ from torch import fx, nn
 
 from ampfx.blocks import is_above
 from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
+from ampfx.capture.containers import unchanged
 from ampfx.capture.dtype_following import following_dtypes
-from ampfx.capture.inputs import is_input_leaf
+from ampfx.capture.inputs import copy_inputs, is_input_leaf
 from ampfx.capture.made_up_inputs import candidates
-from ampfx.capture.plain_run import failing_line, first_call, plain_run
+from ampfx.capture.plain_run import failing_line, first_call, plain_run, switched_mode
 from ampfx.capture.structure import flatten
 from ampfx.context import ConversionContext
-from ampfx.errors import AmpfxError, CaptureError, NotCapturedError
+from ampfx.errors import AmpfxError, CaptureError, NotCapturedError, PolicyError
 from ampfx.graph_entry import GraphEntry, call_key, make_entry
 from ampfx.graph_view import GraphView
 from ampfx.loss_scale import ModuleScale, register_model
@@ -62,6 +63,8 @@ MADE_UP = (
     "(or give convert example_inputs=)"
 )
 _capture_lock = threading.RLock()
+# So often may a fresh graph fail its own guards before the forward stays Python.
+_MAX_UNDECIDED = 3
 
 
 class Conversion:
@@ -89,6 +92,10 @@ class Conversion:
         self.python_reason: str | None = None
         self.part_calls: dict[bool, PartCalls] = {}
         self._warned_many = False
+        self._policy_checked = False
+        self._policy_warnings: list[str] = []
+        self._own_runs = 0
+        self._undecided = 0
 
     # ------------------------------------------------------------------ running
 
@@ -129,15 +136,48 @@ class Conversion:
                 raise
             self.stay_python(root, str(error))
             return self.call_python(root, args, kwargs)
-        return entry.run(leaves)
+        try:
+            return entry.run(leaves)
+        except GuardFailure as failure:
+            return self._call_undecided(root, entry, failure, args, kwargs)
+
+    def _call_undecided(self, root: nn.Module, entry: GraphEntry, failure: GuardFailure, args: Any, kwargs: Any) -> Any:
+        """What forward decided in float32 is decided otherwise in low precision: no graph holds for this call."""
+        self.entries.remove(entry)
+        self._forget(root, entry)
+        self._undecided += 1
+        reason = (
+            f"{self.original.__name__} decides at {failure.where or 'an unknown line'} by a value that comes out "
+            f"differently in low precision (float32: {failure.expected!r}, now: {failure.found!r}). Keep what is decided "
+            'by in float32 with ampfx.Override(..., dtype="float32").'
+        )
+        if self.options.strict:
+            raise GuardError(reason)
+        if self._undecided >= _MAX_UNDECIDED or isinstance(failure.expected, (float, str)):
+            self.stay_python(root, reason)
+        return self.call_python(root, args, kwargs)
 
     def call_python(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward that stays Python; its children are converted."""
         options = self.options
         scaled = self.scale is not None and options.dtype == torch.float16
         forward = self.instance_forward or types.MethodType(self.original.forward, root)
-        with python_part(self.prefix, self.part_calls, root.training):
+        with self.as_original(root), python_part(self.prefix, self.part_calls, root.training):
             return run_python(forward, args, kwargs, options.device_type, None if scaled else options.dtype)
+
+    @contextlib.contextmanager
+    def as_original(self, root: nn.Module) -> Iterator[None]:
+        """While the model's own code runs, its class is its own: it may have a ``graph``, a ``report`` or a ``code``."""
+        with _capture_lock:
+            self._own_runs += 1
+            object.__setattr__(root, "__class__", self.original)
+        try:
+            yield
+        finally:
+            with _capture_lock:
+                self._own_runs -= 1
+                if not self._own_runs:
+                    object.__setattr__(root, "__class__", converted_class(self.original))
 
     def stay_python(self, root: nn.Module, reason: str) -> None:
         """Leave this module's own code to Python from now on and convert its children instead."""
@@ -200,8 +240,10 @@ class Conversion:
         prefix = f"_ampfx_constant_{self.captures}_"
         leaves: list[Any] = []
         flatten((args, kwargs), is_input_leaf, leaves)
-        with as_original(root, self.original):
+        with self.as_original(root), unchanged((args, kwargs)):
             captured = self._record(root, forward, prefix, args, kwargs)
+            if not (self.prefix or self._policy_checked):  # an override need not match something in each part
+                self._check_policy(root, forward, captured, args, kwargs)
         entry = make_entry(root, captured, leaves, self.lower, self.original.__name__)
         self.captures += 1
         if len(self.entries) >= self.options.max_graphs:
@@ -212,6 +254,30 @@ class Conversion:
         for text in entry.context.warnings:
             warn_user(text)
         return entry
+
+    def _check_policy(
+        self, root: nn.Module, forward: Callable[..., Any], captured: Captured, args: Any, kwargs: Any
+    ) -> None:
+        """Every entry of the policy must select something, in the graph of this mode or of the other."""
+        modules = list(root.named_modules())
+        selects = functools.partial(
+            check_matches,
+            self.options.policy,
+            paths=[path for path, _ in modules],
+            types=[type(module) for _, module in modules],
+            low=self.options.dtype,
+        )
+        nodes = _operations(captured)
+        try:
+            self._policy_warnings = selects(nodes)
+        except PolicyError:
+            with switched_mode(root):
+                try:
+                    other = self._record(root, forward, "_ampfx_other_mode_", args, kwargs)
+                except AmpfxError:
+                    other = captured
+            self._policy_warnings = selects(nodes + _operations(other))
+        self._policy_checked = True
 
     def _record(self, root: nn.Module, forward: Callable[..., Any], prefix: str, args: Any, kwargs: Any) -> Captured:
         """Record the forward; tell an error of the model from one of the recording."""
@@ -226,8 +292,9 @@ class Conversion:
             raise CaptureError(f"{self.original.__name__} cannot be captured: {error}") from error
         except Exception as error:
             line = failing_line(error)
+            call_args, call_kwargs = copy_inputs(args, kwargs)
             with plain_run(root):
-                forward(*args, **kwargs)  # raises the model's own error if it is one
+                forward(*call_args, **call_kwargs)  # raises the model's own error if it is one
             raise CaptureError(
                 f"{self.original.__name__} cannot be captured: at {line} its forward does something that runs with "
                 f"plain values and fails while it is recorded ({type(error).__name__}: {error})"
@@ -286,16 +353,8 @@ class Conversion:
             loss_scale=self.scale,
             output_dtype=options.output_dtype,
         )
-        nodes = [node for node in view.graph.nodes if node.op in ("call_function", "call_method")]
-        modules = list(view.root.named_modules())
-        if not self.prefix:  # an override need not match something in each part
-            context.warnings += check_matches(
-                options.policy,
-                nodes,
-                paths=[path for path, _ in modules],
-                types=[type(module) for _, module in modules],
-                low=options.dtype,
-            )
+        context.warnings += self._policy_warnings
+        self._policy_warnings = []
         PassManager(options.passes).run(view, context)
         return context
 
@@ -440,8 +499,15 @@ class ConvertedModule(fx.GraphModule):
     def __repr__(self) -> str:
         return str(nn.Module.__repr__(self))
 
+    def __str__(self) -> str:
+        return repr(self)
+
     def _get_name(self) -> str:
         return self._ampfx.original.__name__
+
+
+def _operations(captured: Captured) -> list[fx.Node]:
+    return [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
 
 
 def _inputs(entry: GraphEntry) -> str:
@@ -451,17 +517,6 @@ def _inputs(entry: GraphEntry) -> str:
         if node.op == "placeholder"
     ]
     return ", ".join("x".join(map(str, spec.shape)) if hasattr(spec, "shape") else "number" for spec in specs)
-
-
-@contextlib.contextmanager
-def as_original(root: nn.Module, original: type[nn.Module]) -> Iterator[None]:
-    """While the model's own code runs, its class is its own: it may have a ``graph``, a ``report`` or a ``code``."""
-    converted = type(root)
-    object.__setattr__(root, "__class__", original)
-    try:
-        yield
-    finally:
-        object.__setattr__(root, "__class__", converted)
 
 
 @functools.cache

@@ -52,9 +52,18 @@ def make_options(
     output_dtype: torch.dtype,
 ) -> Options:
     """Check the arguments of :func:`ampfx.convert` and fill in what was left open."""
-    low = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+    try:
+        default = torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        raise OptionError(f"device {device_type!r} has no autocast and so no rules") from None
+    low = default if dtype is None else dtype
     if low not in LOW_DTYPES:
         raise OptionError(f"dtype={low!r}: ampfx computes in torch.float16 or torch.bfloat16")
+    if not isinstance(strict, bool):
+        raise OptionError(f"strict={strict!r}: True or False")
+    for step in passes or ():
+        if not isinstance(step, Pass):
+            raise OptionError(f"passes: {step!r} is no ampfx.passes.Pass")
     if capture not in ("auto", "record"):
         raise OptionError(f'capture={capture!r}: only "auto" exists (a real run is recorded)')
     if cache_weights:

@@ -333,6 +333,29 @@ def test_any_name_for_parameters_and_submodules(name: str) -> None:
         assert any(key.startswith(name) for key in model.state_dict())
 
 
+@pytest.mark.parametrize("name", ["graph", "code", "report"])
+def test_names_of_a_converted_module_in_a_model_that_stays_python(name: str) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(8, 8))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return getattr(self, name)(x) * self.calls
+
+    net = Counting()
+    reference = copy.deepcopy(net)
+    with pytest.warns(UserWarning, match="in parts"):
+        model = ampfx.convert(net, (torch.randn(2, 8),), dtype=torch.bfloat16)
+    assert type(model) is not Counting
+    for _ in range(2):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(model(x), reference(x), rtol=0.05, atol=0.05)
+    assert isinstance(model, ampfx.ConvertedModule)
+
+
 def test_names_with_python_keywords_in_paths() -> None:
     class Keys(nn.Module):
         def __init__(self) -> None:
@@ -773,7 +796,7 @@ class Program(nn.Module):
 
     @staticmethod
     def _write_view(a: Tensor) -> Tensor:
-        a = a * 1
+        a = (a * 1).contiguous()
         a[:, :4].mul_(2)
         a.view(-1)[0] = 1.0
         return a

@@ -104,4 +104,5 @@ def test_a_changed_value_is_seen(kind: type[nn.Module]) -> None:
     for value in (1.0, 5.0, 1.0):
         put_all(value)
         assert (model(x) - plain(x)).norm() <= 4 * torch.finfo(torch.bfloat16).eps * plain(x).norm()
-    assert model._ampfx.captures <= (3 if kind is InTensor else 2)  # tensors count by identity
+    if kind is not InTensor:  # tensors count by identity
+        assert model._ampfx.captures == 2

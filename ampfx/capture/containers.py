@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
 import types
@@ -47,6 +48,19 @@ def content(container: Any) -> list[Any]:
         return list(container)
     inner = container if isinstance(container, dict) else vars(container)
     return [*inner, *inner.values()]
+
+
+@contextlib.contextmanager
+def unchanged(value: Any) -> Iterator[None]:
+    """What runs inside leaves the containers in ``value`` as they were."""
+    before = [(container, content(container)) for container in containers(value)]
+    try:
+        yield
+    finally:
+        for container, saved in before:
+            now = content(container)
+            if len(now) != len(saved) or any(a is not b for a, b in zip(now, saved, strict=True)):
+                refill(container, saved)
 
 
 def refill(container: Any, saved: list[Any]) -> None:

@@ -55,6 +55,18 @@ def first_call(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
         raise
 
 
+@contextlib.contextmanager
+def switched_mode(root: nn.Module) -> Iterator[None]:
+    """A module in the other of train and eval mode; afterwards each submodule has its own mode again."""
+    modes = [(module, module.training) for module in root.modules()]
+    root.train(not root.training)
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def failing_line(error: BaseException) -> str:
     """The innermost line of user code in an error's traceback."""
     own = __file__.rsplit("capture", 1)[0]

@@ -612,12 +612,8 @@ class Recorder(TorchFunctionMode):
             return self.call(func, args, kwargs)
         if name in _VALUE_METHODS:
             result = self._run(func, args, kwargs)
-            if name in ("stride", "storage_offset"):
-                return result
             return self._guarded_value(func, name, args, kwargs, result)
-        if name in _TEXT_METHODS:
-            return self._run(func, args, kwargs)
-        if name in _ARRAY_METHODS:
+        if name in _ARRAY_METHODS or name in _TEXT_METHODS:
             return self._leave(name, func, args, kwargs)
         if name in _HOOK_METHODS:
             return self._attach_hook(name, args, kwargs)
@@ -633,10 +629,13 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _leave(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor leaves for numpy: small ones are guarded by value, others cannot be captured."""
+        """A tensor leaves for numpy or as text: small ones are guarded by value, others cannot be captured.
+
+        The model's own memory may leave: who reads it there sees what it holds then.
+        """
         tensor: torch.Tensor = args[0]
-        node = self.node_of(tensor)
-        if node is not None and node.op != "get_attr":
+        node = self.node_for(tensor)
+        if node.op != "get_attr" or name not in ("untyped_storage", "storage"):
             if name in ("untyped_storage", "storage") or tensor.numel() > 4096:
                 raise CaptureError(
                     f"a tensor that forward computes leaves for Python through .{name}() at {source_line()}: "
