@@ -29,7 +29,7 @@ from ampfx.capture.made_up_inputs import candidates
 from ampfx.capture.plain_run import failing_line, first_call, plain_run, switched_mode
 from ampfx.capture.structure import flatten
 from ampfx.context import ConversionContext
-from ampfx.errors import AmpfxError, CaptureError, NotCapturedError, PolicyError
+from ampfx.errors import AmpfxError, CaptureError, GuardError, NotCapturedError, PolicyError
 from ampfx.graph_entry import GraphEntry, call_key, make_entry
 from ampfx.graph_view import GraphView
 from ampfx.loss_scale import ModuleScale, register_model
@@ -148,8 +148,8 @@ class Conversion:
         self._undecided += 1
         reason = (
             f"{self.original.__name__} decides at {failure.where or 'an unknown line'} by a value that comes out "
-            f"differently in low precision (float32: {failure.expected!r}, now: {failure.found!r}). Keep what is decided "
-            'by in float32 with ampfx.Override(..., dtype="float32").'
+            f"differently in low precision (float32: {failure.expected!r}, now: {failure.found!r}). Keep what is "
+            'decided by in float32 with ampfx.Override(..., dtype="float32").'
         )
         if self.options.strict:
             raise GuardError(reason)
@@ -167,7 +167,7 @@ class Conversion:
 
     @contextlib.contextmanager
     def as_original(self, root: nn.Module) -> Iterator[None]:
-        """While the model's own code runs, its class is its own: it may have a ``graph``, a ``report`` or a ``code``."""
+        """While the model's own code runs, its class is its own: it may have a ``graph`` or a ``report``."""
         with _capture_lock:
             self._own_runs += 1
             object.__setattr__(root, "__class__", self.original)

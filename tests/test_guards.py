@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_float32 import EXACT, check, compare_runs, tensors
+from against_float32 import EXACT, assert_close, check, compare_runs, tensors
 from torch import Tensor, nn
 
 import ampfx
@@ -76,6 +76,9 @@ SHAPE_BRANCHES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nested": lambda m, h: h * ((lambda n: n * (n - 1) // 2 if n > 2 else -1)(h.shape[0])),
     "while": lambda m, h: h * _halvings(h.shape[0]),
     "stride": lambda m, h: h.as_strided((h.shape[0], 4), (h.stride(0), 2)).repeat(1, 2),
+    "stride of a transpose": lambda m, h: (lambda g: g.as_strided(tuple(g.shape), (g.stride(0), 1)).t() * 2)(
+        h.t().contiguous()
+    ),
     "tril": lambda m, h: torch.ones(h.shape[0], h.shape[0]).tril() @ h,
     "interpolate": lambda m, h: F.interpolate(h[None], size=(h.shape[0] + 8,))[0, :, :8],
     "adaptive": lambda m, h: F.adaptive_avg_pool1d(h[None], h.shape[0])[0].sum() * h,
@@ -240,6 +243,37 @@ def test_values_decide(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         check(Model, *calls, modes=("train",), settings=EXACTLY)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", VALUE_BRANCHES)
+def test_values_decide_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    """A decision that comes out differently in low precision is taken by Python, each time anew."""
+    step = VALUE_BRANCHES[name]
+
+    class Model(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(step(self, self.lin(x)))
+
+    calls = [torch.randn(4, 8) + shift for shift in (1.0, -1.0, 3.0)]
+    net = Model()
+    reference = copy.deepcopy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        model = ampfx.convert(net, (calls[0],), dtype=dtype, loss_scale=None)
+        for x in calls * 2:
+            assert_close(model(x), reference(x), 0.05, name)
+
+
+def test_strict_names_the_decision_that_low_precision_changes() -> None:
+    class Model(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.lin(x)
+            return self.out(h * float(h.sum()))
+
+    model = ampfx.convert(Model(), (torch.randn(4, 8),), dtype=torch.bfloat16, strict=True)
+    with pytest.raises(ampfx.GuardError, match=r"Model decides at test_guards.py:\d+ by a value.*Override"):
+        model(torch.randn(4, 8))
 
 
 def test_a_failed_guard_leaves_nothing_behind() -> None:
@@ -603,6 +637,91 @@ def test_what_forward_keeps_in_containers_is_right_or_refused(keep: Callable[[An
             for a, b in zip(tensors(ours), tensors(theirs), strict=True):
                 torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
             assert ours[0]["count"] == theirs[0]["count"]
+
+
+def test_objects_of_the_caller_are_changed_once() -> None:
+    class Model(Base):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            h = self.lin(x)
+            cache.keys.append(h)
+            cache.count += 1
+            return self.out(torch.cat(cache.keys))
+
+    net = Model()
+    reference = copy.deepcopy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for deferred in (True, False):
+            if deferred:
+                model = ampfx.convert(net, dtype=torch.bfloat16)
+            else:
+                example = Cache()
+                model = ampfx.convert(net, (torch.randn(4, 8), example), dtype=torch.bfloat16)
+                assert vars(example) == vars(Cache())
+            ours, theirs = Cache(), Cache()
+            for number in range(3):
+                x = torch.randn(4, 8)
+                assert_close(model(x, ours), reference(x, theirs), 0.05, f"call {number}")
+                assert ours.count == theirs.count == number + 1
+                assert len(ours.keys) == len(theirs.keys)
+
+
+def test_inputs_of_a_model_that_cannot_be_recorded_are_written_once() -> None:
+    class Model(Base):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y.add_(1)
+            return self.out(torch.vmap(lambda row: row.softmax(-1))(self.lin(x))) + y.sum()
+
+    net = Model()
+    reference = copy.deepcopy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ampfx.convert(net, dtype=torch.bfloat16)
+        x, ours, theirs = torch.randn(4, 8), torch.zeros(3), torch.zeros(3)
+        for _ in range(2):
+            assert_close(model(x, ours), reference(x, theirs), 0.05, "written input")
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("text", ["{:.3f}", "{}", "{!r}"])
+def test_text_of_tensors(text: str) -> None:
+    class Model(Base):
+        def forward(self, x: Tensor) -> Any:
+            h = self.lin(x.detach())
+            return self.out(h), text.format(x.detach().sum()), str(self.lin.bias.detach()[0])
+
+    net = Model()
+    reference = copy.deepcopy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ampfx.convert(net, (torch.randn(4, 8),), dtype=torch.bfloat16)
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert model(x)[1:] == reference(x)[1:]
+            with torch.no_grad():
+                net.lin.bias.add_(1)
+                reference.lin.bias.add_(1)
+
+
+def test_memory_of_the_model_s_own_that_numpy_reads() -> None:
+    class Model(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = float(self.count.numpy().sum()) + 1
+            self.count.add_(1)
+            return self.out(self.lin(x)) * factor
+
+    net = Model()
+    reference = copy.deepcopy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ampfx.convert(net, (torch.randn(4, 8),), dtype=torch.bfloat16)
+        for number in range(4):
+            x = torch.randn(4, 8)
+            assert_close(model(x), reference(x), 0.05, f"call {number}")
 
 
 def test_tensor_hooks_that_hold_computed_values() -> None:
