@@ -25,6 +25,7 @@ from ampfx.capture.capture import Capture, Captured, UnstableAttributeError
 from ampfx.capture.containers import unchanged
 from ampfx.capture.dtype_following import following_dtypes
 from ampfx.capture.inputs import copy_inputs, is_input_leaf
+from ampfx.capture.interception import active
 from ampfx.capture.made_up_inputs import candidates
 from ampfx.capture.plain_run import failing_line, first_call, plain_run, switched_mode
 from ampfx.capture.structure import flatten
@@ -103,6 +104,10 @@ class Conversion:
         """Run the converted forward."""
         if torch.compiler.is_compiling():
             return self.call_compiling(root, args, kwargs)
+        if active() is not None:  # a model around this one is being recorded, and decides for its whole graph
+            forward = self.instance_forward or types.MethodType(self.original.forward, root)
+            with self.as_original(root):
+                return forward(*args, **kwargs)
         if self.python_reason is not None:
             return self.call_python(root, args, kwargs)
         leaves: list[Any] = []

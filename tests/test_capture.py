@@ -399,6 +399,9 @@ def test_a_converted_model_inside_another() -> None:
     model.eval()
     reference.eval()
     compare_runs(model, reference, (x,), {}, 1e-5, "eval")
+    assert model._ampfx.python_reason is None
+    assert converted_inner._ampfx.python_reason is None
+    compare_runs(converted_inner, reference.net, (x,), {}, 1e-5, "the inner one by itself")
 
 
 def test_a_loss_scale_of_a_converted_model_inside_another_counts_once() -> None:
