@@ -42,5 +42,6 @@ def test_the_last_state_is_an_output(cell: type[nn.Module], dtype: torch.dtype) 
     sum(t.sum() for t in got).backward()
     sum(t.sum() for t in want).backward()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
+        assert a.grad is not None
+        assert b.grad is not None
         assert (a.grad - b.grad).norm() <= 16 * torch.finfo(dtype).eps * b.grad.norm()
