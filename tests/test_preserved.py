@@ -946,3 +946,16 @@ def test_attribute_that_keeps_an_activation() -> None:
         assert not hasattr(net, "hidden")
         for count in (6, 3):
             compare_runs(model, reference, (x[:count],), {}, tol, "kept", runner=with_attributes)
+
+
+def test_batch_norm_that_averages_over_all_batches_is_one_graph() -> None:
+    reference = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+    model = ampfx.convert(copy.deepcopy(reference), (torch.randn(4, 8),), dtype=torch.bfloat16)
+    for _ in range(4):
+        x = torch.randn(16, 8)
+        model(x), reference(x)
+    assert model._ampfx.captures == 1
+    for name, want in reference.named_buffers():
+        got = model.get_buffer(name)
+        assert got.dtype == want.dtype
+        assert (got.double() - want.double()).norm() <= 4 * torch.finfo(torch.bfloat16).eps * want.double().norm()

@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from ampfx import runtime
 from ampfx.capture.attributes import MISSING, ModuleState, harmless, restore_attributes, snapshot_attributes
+from ampfx.capture.cumulative_norm import counts_batches, cumulative_forward
 from ampfx.capture.holders import HeldTensors
 from ampfx.capture.hooks import call_hooked, has_hooks
 from ampfx.capture.inputs import copy_leaves, is_input_leaf, is_output_leaf, leaf_names
@@ -214,6 +215,8 @@ class Capture:
         try:
             if id(module) in self.paths and has_hooks(module):
                 return call_hooked(self, module, path, args, kwargs)
+            if counts_batches(module) and not kwargs:
+                return cumulative_forward(module, *args)
             return original(module, *args, **kwargs)
         finally:
             stack.pop()
