@@ -1,14 +1,18 @@
 """The errors that ampfx raises.
 
-Everything a user can meet derives from :class:`AmpfxError`::
+Everything a user can meet derives from :class:`AmpfxError`. Those that several modules raise are here, the
+others beside the only code that raises them::
 
     AmpfxError
-    ├── CaptureError          a model, or a part of it, cannot be captured as a graph
-    │   └── NotCapturedError  the graph is asked for before the first call captured it
-    ├── GuardError            a guard failed and no further graph may be captured
-    ├── PolicyError           a policy or override is wrong or matches nothing (also ValueError)
-    ├── VerifyError           a rewritten graph has an edge of the wrong dtype
-    └── LossScaleError        loss scaling is used in a way that cannot be right
+    ├── OptionError                 an argument of convert has no meaning (also ValueError; ampfx/options.py)
+    ├── PolicyError                 a policy or override is wrong or matches nothing (also ValueError)
+    ├── CaptureError                a model, or a part of it, cannot be captured as a graph
+    │   ├── NotCapturedError        the graph is asked for before a call captured it (also AttributeError)
+    │   └── UnstableAttributeError  a recorded run leaves other attributes than it found (ampfx/capture/capture.py)
+    ├── GuardError                  low precision changes what the forward decides, with strict=True
+    ├── VerifyError                 a rewritten graph has an edge of the wrong dtype
+    ├── LossScaleError              loss scaling is used in a way that cannot be right (also ValueError)
+    └── UnknownNameError            explain was asked for an unknown name (also LookupError; ampfx/explanation.py)
 
 Internal invariants use ``assert``.
 """
@@ -29,7 +33,7 @@ class NotCapturedError(CaptureError, AttributeError):
 
 
 class GuardError(AmpfxError):
-    """What a graph assumed does not hold, and no further graph may be captured."""
+    """What the forward decides comes out differently in low precision, and it may not run as Python instead."""
 
 
 class PolicyError(AmpfxError, ValueError):
