@@ -1,4 +1,4 @@
-"""What a loss-scaling optimizer does with gradients: is one of them not finite, multiply them by 1/S.
+"""What a loss-scaling optimizer does with gradients: is one of them not finite, multiply them by 1/S or S.
 
 The check only reads, or writes what it read: a gradient may be shared, expanded, sparse, distributed or
 part of a graph. How it is done depends on the device, by measurement:
@@ -12,13 +12,13 @@ part of a graph. How it is done depends on the device, by measurement:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampfx.grad_scaling import values_of
+from ampfx.grad_scaling import times, values_of
 from ampfx.loss_scale import ModuleScale
 
 _SMALL = 1 << 14  # elements; below, a call costs more than the work on the CPU
@@ -90,11 +90,49 @@ def _is_dense(values: Tensor) -> bool:
 
 @torch.no_grad()
 def unscale_gradients_(params: Iterable[Tensor], loss_scale: ModuleScale) -> None:
-    """Multiply the gradients of ``params`` by 1/S in place and set the sticky flag if one is not finite."""
-    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    """Multiply the gradients of ``params`` by 1/S and set the sticky flag if one is not finite."""
+    for device, values in _prepared(params, loss_scale.inv_scale_for).items():
+        loss_scale.touch(device)
+        flag, factor = loss_scale.flag_for(device), loss_scale.inv_scale_for(device)
+        _multiply_(values, flag, factor)
+
+
+@torch.no_grad()
+def scale_gradients_(params: Iterable[Tensor], loss_scale: ModuleScale) -> None:
+    """Multiply true gradients of ``params`` by S, so that gradients times S can be added to them."""
+    for device, values in _prepared(params, loss_scale.scale_for).items():
+        # What is not finite is found when these are divided again.
+        _multiply_(values, torch.zeros(1, device=device), loss_scale.scale_for(device))
+
+
+_Prepared = dict[torch.device, tuple[list[Tensor], list[Tensor]]]
+
+
+def _multiply_(values: tuple[list[Tensor], list[Tensor]], flag: Tensor, factor: Tensor) -> None:
+    """Multiply the first list in place; the second one is multiplied already. Both are checked."""
+    to_multiply, multiplied = values
+    if to_multiply:
+        torch._amp_foreach_non_finite_check_and_unscale_(to_multiply, flag, factor)
+    if multiplied:
+        torch.maximum(flag, non_finite(multiplied, flag.device), out=flag)
+
+
+def _prepared(params: Iterable[Tensor], factor_for: Callable[[torch.device], Tensor]) -> _Prepared:
+    """The gradients by device, as tensors that the multi-tensor kernel can write.
+
+    A gradient that is part of a graph (``create_graph=True``) is multiplied here, in that graph: what is
+    derived from it must have the factor too.
+    """
+    by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for param in params:
         grad = param.grad
         if grad is None:
+            continue
+        if grad.requires_grad and grad.layout is torch.strided:
+            with torch.enable_grad():
+                param.grad = grad = times(grad, factor_for(grad.device)).to(grad.dtype)
+            values = values_of(grad.detach())
+            by_device[values.device][1].append(values)
             continue
         if type(grad) is not Tensor or grad.layout is not torch.strided or grad.is_complex():
             if grad.is_sparse and not grad.is_coalesced():
@@ -105,11 +143,8 @@ def unscale_gradients_(params: Iterable[Tensor], loss_scale: ModuleScale) -> Non
         else:
             param.grad = values = grad.clone(memory_format=torch.contiguous_format)
         if values.numel():
-            by_device[values.device].append(values.detach() if values.requires_grad else values)
-    for device, values_list in by_device.items():
-        scale, flag = loss_scale.replica(device), loss_scale.flag_for(device)
-        loss_scale.touch(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(values_list, flag, scale.inv_scale)
+            by_device[values.device][0].append(values.detach() if values.requires_grad else values)
+    return dict(by_device)
 
 
 @torch.no_grad()

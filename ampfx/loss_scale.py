@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -74,6 +75,12 @@ class ScaleRule:
             if not condition:
                 raise LossScaleError(f"loss scale: {what}")
 
+        for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            number, what = getattr(self, name), f"{name} must be a finite number"
+            require(is_number(number) and math.isfinite(number), f"{what}, got {number!r}")
+        for name in ("growth_interval", "hysteresis"):
+            number, what = getattr(self, name), f"{name} must be a whole number of steps"
+            require(is_number(number) and isinstance(number, numbers.Integral), f"{what}, got {number!r}")
         require(self.growth_factor >= 1.0, f"growth_factor must be at least 1, got {self.growth_factor}")
         backoff = self.backoff_factor
         require(0.0 < backoff <= 1.0, f"backoff_factor must be in (0, 1], got {backoff}")
@@ -86,6 +93,11 @@ class ScaleRule:
             self.min_scale <= self.max_scale,
             f"min_scale {self.min_scale} is greater than max_scale {self.max_scale}",
         )
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class Replica:
@@ -114,10 +126,11 @@ class LossScale:
     """
 
     def __init__(self, scale: float = 1.0, *, dynamic: bool = True, shared: bool = True) -> None:
-        if not (math.isfinite(scale) and 2.0**-126 <= scale <= 2.0**126):
-            raise LossScaleError(f"a loss scale must be a finite number in [2**-126, 2**126], got {scale}")
+        if not (is_number(scale) and math.isfinite(scale) and 2.0**-126 <= scale <= 2.0**126):
+            raise LossScaleError(f"a loss scale must be a finite number in [2**-126, 2**126], got {scale!r}")
         self.dynamic = dynamic
         self.shared = shared
+        self.changes = 0  # how often S may have changed, as the host sees it
         self._value = float(scale)
         self._replicas: dict[torch.device, Replica] = {}
         self._primary: torch.device | None = None
@@ -231,6 +244,7 @@ class LossScale:
         """
         if not self.dynamic:
             return
+        self.changes += 1
         main = self.replica(self.device)
         assert self._good_steps is not None
         assert self._bad_steps is not None
@@ -269,6 +283,7 @@ class LossScale:
     @torch.no_grad()
     def set(self, scale: float, *, good_steps: int = 0, bad_steps: int = 0) -> None:
         """Give S and its counters new values."""
+        self.changes += 1
         self._value = float(scale)
         for replica in self._replicas.values():
             replica.scale.data.fill_(self._value)

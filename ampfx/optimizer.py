@@ -2,12 +2,15 @@
 
 With a converted model the graph scales (see :mod:`ampfx.loss_scale` for the state machine) and ``.grad``
 holds true float32 gradients after a plain ``loss.backward()``. Without one the wrapper multiplies the
-loss by S itself, when asked: ``optimizer.backward(loss)``.
+loss by S itself, when asked: ``optimizer.backward(loss)``. When that returns, ``.grad`` holds true gradients
+too: those that were there before are multiplied by S when the scaled gradient sets out, and all of them
+by 1/S at the end, so that scaled and plain backward passes add up in any order. Only after
+``optimizer.scale_loss(loss).backward()`` does ``.grad`` hold gradients times S, until the next
+:meth:`LossScaleOptimizer.unscale_`, ``clip_grad_norm_``, ``backward`` or ``step``.
 
 A step:
 
-1. divides the gradients by S if the loss was scaled here (and :meth:`LossScaleOptimizer.unscale_` has not
-   done so yet);
+1. divides the gradients by S if they still are gradients times S;
 2. looks whether a gradient is not finite: by the flags that backward set, and by ``.grad`` itself;
 3. takes the maximum over all ranks, so that all skip or none does;
 4. steps the inner optimizer unless something was found (see :mod:`ampfx.skip`: without a host sync for
@@ -20,7 +23,6 @@ that schedulers, checkpoints and ``load_state_dict`` on either of the two see th
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +38,7 @@ from ampfx.gradients import (
     names_of_non_finite,
     non_finite,
     params_of,
+    scale_gradients_,
     unscale_gradients_,
 )
 from ampfx.loss_scale import (
@@ -43,6 +46,7 @@ from ampfx.loss_scale import (
     ModuleScale,
     ScaleRule,
     Watch,
+    is_number,
     models_of,
     registration,
     registrations,
@@ -56,6 +60,12 @@ _WARN_AFTER = 100  # skipped steps in a row; from any scale, 100 halvings reach 
 
 class LossScaleOptimizer(Optimizer):
     """Wraps an optimizer; skips steps with non-finite gradients and adapts the loss scale.
+
+    Train a converted model with the plain ``loss.backward()``. Without one call ``optimizer.backward(loss)``;
+    a plain ``loss.backward()`` before or after it adds up with it. After ``optimizer.scale_loss(loss).backward()``
+    ``.grad`` holds gradients times S until ``unscale_()`` or ``step()``: no plain backward in between, and
+    gradients are dropped with the ``zero_grad()`` of this optimizer. One optimizer for one plain model: what
+    ``backward`` adds to the parameters of another optimizer stays times S.
 
     Args:
         optimizer: the optimizer that does the work.
@@ -105,17 +115,27 @@ class LossScaleOptimizer(Optimizer):
         if on_overflow not in _ON_OVERFLOW:
             raise LossScaleError(f"on_overflow must be one of {_ON_OVERFLOW}, got {on_overflow!r}")
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
-        if not (math.isfinite(init_scale) and min_scale <= init_scale <= max_scale):
+        if not (is_number(init_scale) and min_scale <= init_scale <= max_scale):
             raise LossScaleError(
                 f"init_scale must be between min_scale {min_scale} and max_scale {max_scale}, "
-                f"got {init_scale}"
+                f"got {init_scale!r}"
             )
+        if not isinstance(enabled, bool):
+            raise LossScaleError(f"enabled must be True or False, got {enabled!r}")
+        if not (check_finite is None or isinstance(check_finite, bool)):
+            raise LossScaleError(f"check_finite must be True, False or None, got {check_finite!r}")
+        if not _may_be_process_group(process_group):
+            raise LossScaleError(
+                "process_group must be a torch.distributed.ProcessGroup, None (all ranks) or False "
+                f"(this rank alone), got {process_group!r}"
+            )
+        model = _checked_model(model)
         self.inner_optimizer = optimizer
         self.rule = rule
         self.init_scale = float(init_scale)
         self.on_overflow = on_overflow
         self.enabled = enabled
-        self.check_finite = on_overflow == "raise" if check_finite is None else bool(check_finite)
+        self.check_finite = on_overflow == "raise" if check_finite is None else check_finite
         self.process_group = process_group
         self._setup()
         self._searches = model is None
@@ -124,6 +144,14 @@ class LossScaleOptimizer(Optimizer):
             warnings.warn(
                 "the model given to LossScaleOptimizer has no converted module: gradients are scaled only by "
                 "optimizer.backward(loss). Convert it first: model = ampfx.convert(model, example_inputs)",
+                UserWarning,
+                stacklevel=2,
+            )
+        if model is not None and enabled and self._is_converted and self._trains_nothing_of(model):
+            warnings.warn(
+                "the optimizer given to LossScaleOptimizer holds none of the parameters of the given model: "
+                "step() trains nothing of it. Make the optimizer from model.parameters(), or give the model "
+                "that this optimizer trains.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -137,7 +165,6 @@ class LossScaleOptimizer(Optimizer):
         self._is_converted = False
         self._seen_registrations = -1
         self._is_scaled = False  # .grad holds gradients times S
-        self._is_unscaled = False  # .grad held them; a further scaled backward would mix both
         self._skipped_on_host = 0
         self._skipped_on_device: Tensor | None = None
         self._last_skipped: bool | Tensor = False
@@ -221,48 +248,85 @@ class LossScaleOptimizer(Optimizer):
     def scale_loss(self, loss: Any) -> Any:
         """The loss (or a list of losses) times S; unchanged when a converted model scales inside.
 
+        From its backward on, all of ``.grad`` is times S, until ``unscale_()`` or ``step()``.
+
         Raises:
-            LossScaleError: after ``unscale_()``, when ``.grad`` holds true gradients already.
+            LossScaleError: for what is no tensor and no list of tensors.
         """
+        _check_loss(loss)
         self._search()
-        own = self._own
-        if own is None:
-            return loss
-        if self._is_unscaled:
-            if gradients_of(self.param_groups):
-                raise LossScaleError(
-                    "scale_loss or backward after unscale_(): scaled gradients would be added to unscaled "
-                    "ones. Accumulate first, then call unscale_() (or clip_grad_norm_) once before step()."
-                )
-            self._is_unscaled = False
-        self._is_scaled = True
-        own.module.generation += 1
-        return _scaled(loss, own.group)
+        return loss if self._own is None else self._scaled(loss, self._own)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)`` with the loss scaled where the model does not do so itself."""
+        """``loss.backward(**kwargs)`` with the loss scaled where the model does not do so itself.
+
+        ``.grad`` holds true gradients afterwards, those of earlier backward passes included.
+
+        Raises:
+            LossScaleError: for what is no tensor and no list of tensors.
+        """
         scaled = self.scale_loss(loss)
-        if isinstance(scaled, Tensor):
-            scaled.backward(**kwargs)
-        else:
-            torch.autograd.backward(list(scaled), **kwargs)
+        try:
+            if isinstance(scaled, Tensor):
+                scaled.backward(**kwargs)
+            else:
+                torch.autograd.backward(list(scaled), **kwargs)
+        finally:
+            self.unscale_()
+
+    def _scaled(self, loss: Any, own: Watch) -> Any:
+        if not isinstance(loss, Tensor):
+            return type(loss)(self._scaled(item, own) for item in loss)
+        # A copy: the product keeps its factor for backward, and S may have changed by then.
+        factor = own.group.scale_for(loss.device).detach().reshape(()).clone()
+        low = loss.dtype in (torch.float16, torch.bfloat16)
+        product = (loss.float() if low else loss) * factor
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            self._is_scaled = True  # no hook there
+            own.module.generation += 1
+        elif product.requires_grad:
+            self._prepare_at_backward(product, factor, own)
+        return product
+
+    def _prepare_at_backward(self, product: Tensor, factor: Tensor, own: Watch) -> None:
+        """When the gradient sets out, not now: until then gradients may be dropped, added or stepped."""
+        group, changes, me = own.group, own.group.changes, weakref.ref(self)
+
+        def prepare(grad: Tensor) -> Tensor | None:
+            living = me()
+            if living is not None:
+                if not living._is_scaled:
+                    scale_gradients_(params_of(living.param_groups), own.module)
+                    living._is_scaled = True
+                own.module.generation += 1
+            if group.changes == changes:
+                return None
+            return grad * (group.scale_for(factor.device).reshape(()) / factor)
+
+        product.register_hook(prepare)
 
     def unscale_(self) -> None:
         """Make ``.grad`` true gradients. Nothing happens when they are so already."""
         if not self._is_scaled or self._own is None:
             return
         unscale_gradients_(params_of(self.param_groups), self._own.module)
-        self._is_scaled, self._is_unscaled = False, True
+        self._is_scaled = False
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **kwargs: Any) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all parameters, of true gradients."""
+    def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float = 2.0, **kwargs: Any) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all parameters, of true gradients.
+
+        Raises:
+            LossScaleError: for a ``max_norm`` that is no number or is below 0.
+        """
+        if not (isinstance(max_norm, Tensor) or (is_number(max_norm) and max_norm >= 0.0)):
+            raise LossScaleError(f"max_norm must be a number that is not below 0, got {max_norm!r}")
         self.unscale_()
-        return nn.utils.clip_grad_norm_(params_of(self.param_groups), max_norm, norm_type, **kwargs)
+        return nn.utils.clip_grad_norm_(params_of(self.param_groups), float(max_norm), norm_type, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and with them a pending overflow."""
         self.inner_optimizer.zero_grad(set_to_none=set_to_none)
-        self._is_scaled = self._is_unscaled = False
+        self._is_scaled = False
         unseen = [watch for watch in self._all_watches() if watch.unseen]
         for group in _distinct(watch.group for watch in unseen):
             group.collect()
@@ -336,7 +400,6 @@ class LossScaleOptimizer(Optimizer):
 
         def overflowed() -> bool:
             outcome[:] = [self._look()]
-            self._is_unscaled = False
             return bool(outcome[0][0].item())
 
         result, skipped = self._closures.run(self.inner_optimizer, closure, overflowed)
@@ -415,7 +478,7 @@ class LossScaleOptimizer(Optimizer):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
     def _after_step(self, in_kernel: bool) -> None:
-        self._is_scaled = self._is_unscaled = False
+        self._is_scaled = False
         if in_kernel or not self._skipped_in_a_row:
             return
         if self.on_overflow == "raise":
@@ -471,6 +534,12 @@ class LossScaleOptimizer(Optimizer):
         group.use_device(params_of(self.param_groups)[0].device)
         return Watch(group.module_scale(label="the loss"), self.init_scale)
 
+    def _trains_nothing_of(self, model: Any) -> bool:
+        """Whether the optimizer holds none of the parameters; a frozen model only passes gradients on."""
+        held = {id(param) for param in params_of(self.param_groups)}
+        params = [param for module in _modules_in(model) for param in module.parameters(recurse=False)]
+        return any(param.requires_grad for param in params) and not any(id(param) in held for param in params)
+
     def _all_watches(self) -> list[Watch]:
         return self._watches if self._own is None else [*self._watches, self._own]
 
@@ -505,12 +574,24 @@ class LossScaleOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class, or a plain one of the inner optimizer's class."""
+        """Load a state dict of this class, or a plain one of the inner optimizer's class.
+
+        Raises:
+            LossScaleError: for what is no optimizer's state dict, or a saved scale that cannot be read.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise LossScaleError(f"load_state_dict wants a state dict, got {type(state_dict)}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
-        groups = [dict(group) for group in state_dict["param_groups"]]
+        saved_groups = state_dict.get("param_groups")
+        if not isinstance(saved_groups, (list, tuple)) or "state" not in state_dict:
+            raise LossScaleError(
+                "this is not the state dict of an optimizer: it needs the entries 'state' and 'param_groups', "
+                f"and has {sorted(map(str, state_dict))}. Give what optimizer.state_dict() returned."
+            )
+        groups = [dict(group) for group in saved_groups]
         scale = groups[0].pop(STATE_KEY, None) if groups else None
         self.inner_optimizer.load_state_dict({**state_dict, "param_groups": groups})
         self._load_scale(scale)
@@ -533,6 +614,7 @@ class LossScaleOptimizer(Optimizer):
         if not isinstance(state, Mapping):
             raise LossScaleError(f"the saved loss scale cannot be read: {state!r}")
         self._search()
+        self.unscale_()  # by the scale that they have
         groups = self._groups()
         if groups and "scale" in state:
             for group, saved in zip(groups, [state, *state.get("others", [])], strict=False):
@@ -556,7 +638,7 @@ class LossScaleOptimizer(Optimizer):
             "scales": [watch.group.state_dict() for watch in self._watches],
             "is_converted": self._is_converted,
             "searches": self._searches,
-            "is_scaled": (self._is_scaled, self._is_unscaled),
+            "is_scaled": self._is_scaled,
             "skipped_steps": self.skipped_steps,
         }
 
@@ -566,7 +648,7 @@ class LossScaleOptimizer(Optimizer):
         self._setup()
         self._searches = state["searches"]
         self._is_converted = state["is_converted"]
-        self._is_scaled, self._is_unscaled = state["is_scaled"]
+        self._is_scaled = state["is_scaled"]
         self._skipped_on_host = state["skipped_steps"]
         for module, scale in zip(state["modules"], state["scales"], strict=True):
             assert isinstance(module, ModuleScale)
@@ -595,15 +677,39 @@ def _modules_in(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _scaled(loss: Any, group: LossScale) -> Any:
-    if isinstance(loss, (list, tuple)):
-        return type(loss)(_scaled(item, group) for item in loss)
-    if not isinstance(loss, Tensor):
-        raise LossScaleError(f"a loss must be a tensor or a list of tensors, got {type(loss)}")
-    # A copy: the product keeps its factor for backward, and S may have changed by then.
-    factor = group.scale_for(loss.device).detach().reshape(()).clone()
-    low = loss.dtype in (torch.float16, torch.bfloat16)
-    return (loss.float() if low else loss) * factor
+def _checked_model(model: Any) -> Any:
+    """``model`` as a module, a wrapper around one, a list of them or None."""
+    if model is None or _holds_module(model):
+        return model
+    models = list(model) if isinstance(model, Iterable) else []
+    if not models or not all(item is None or _holds_module(item) for item in models):
+        raise LossScaleError(
+            "model must be the converted module, a list of modules, or a wrapper around one, got "
+            f"{models[0] if models else model!r}"
+        )
+    return models
+
+
+def _holds_module(item: Any) -> bool:
+    return isinstance(item, nn.Module) or isinstance(getattr(item, "module", None), nn.Module)
+
+
+def _may_be_process_group(group: Any) -> bool:
+    if group is None or group is False:
+        return True
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return False
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # what new_group returns on other ranks
+    return isinstance(group, distributed.ProcessGroup) or (group is not True and group == outside)
+
+
+def _check_loss(loss: Any) -> None:
+    for item in loss if isinstance(loss, (list, tuple)) else [loss]:
+        if isinstance(item, (list, tuple)):
+            _check_loss(item)
+        elif not isinstance(item, Tensor):
+            raise LossScaleError(f"a loss must be a tensor or a list of tensors, got {item!r}")
 
 
 def _maximum(values: list[Tensor]) -> Tensor:

@@ -123,10 +123,90 @@ def test_plain_backward_without_scaling_is_stepped_unscaled() -> None:
     torch.testing.assert_close(p.detach(), -torch.ones(3))
     assert optimizer.get_scale() == 2.0**16
     optimizer.zero_grad()
-    optimizer.backward(p.sum())
+    optimizer.scale_loss(p.sum()).backward()
     torch.testing.assert_close(p.grad, torch.full((3,), 2.0**16))
     optimizer.step()
     torch.testing.assert_close(p.detach(), -2 * torch.ones(3))
+
+
+ORDERS = [["plain", "own"], ["own", "plain"], ["own", "scaled"], ["plain", "scaled", "own"], ["scaled", "own", "plain"]]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=",".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64])
+def test_plain_and_scaled_backward_passes_add_up(order: list[str], dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.zeros(3, dtype=dtype))
+    optimizer = LossScaleOptimizer(SGD([p], lr=1.0), init_scale=3.0 * 2.0**10)
+    for factor, kind in enumerate(order, start=1):
+        loss = factor * (p.real if p.is_complex() else p).sum() / 4
+        if kind == "plain":
+            loss.backward()
+        elif kind == "own":
+            optimizer.backward(loss)
+        else:
+            optimizer.scale_loss(loss).backward()
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    torch.testing.assert_close(p.detach(), torch.full_like(p, -sum(range(len(order) + 1)) / 4))
+
+
+def test_gradients_are_true_after_backward() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=1.0), init_scale=2.0**10)
+    loss = (model(X) - Y).pow(2).mean()
+    want = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
+    optimizer.backward(loss)
+    torch.testing.assert_close(model.weight.grad, want)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    clipped = model.weight.grad.clone()  # type: ignore[union-attr]
+    optimizer.backward((model(X) - Y).pow(2).mean())  # after clipping
+    torch.testing.assert_close(model.weight.grad, clipped + want)
+    failing = model(X)
+    failing.register_hook(_fail)
+    with pytest.raises(RuntimeError, match="hook"):
+        optimizer.backward(failing.sum())
+    torch.testing.assert_close(model.weight.grad, clipped + want)
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("a hook that fails")
+
+
+def test_a_penalty_on_gradients_of_a_plain_model() -> None:
+    ends = []
+    for own in (False, True):
+        p = nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = LossScaleOptimizer(SGD([p], lr=1.0), init_scale=2.0**10)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: create_graph keeps .grad and the parameter alive
+            (optimizer.backward if own else torch.autograd.backward)(p.pow(3).sum(), create_graph=True)
+        assert p.grad is not None
+        penalty = p.grad.pow(2).sum()
+        (optimizer.backward if own else torch.autograd.backward)(penalty)
+        optimizer.step()
+        ends.append(p.detach())
+    torch.testing.assert_close(*ends)
+
+
+def test_gradients_dropped_or_stepped_before_the_scaled_loss_goes_back() -> None:
+    """The loss is scaled, then zero_grad, then backward: the usual order of three lines."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = LossScaleOptimizer(SGD([p], lr=1.0), init_scale=2.0**10, growth_interval=1)
+    first, second = optimizer.scale_loss(p.sum()), optimizer.scale_loss(p.sum())
+    for count, loss in enumerate((first, second), start=1):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # S doubles
+        torch.testing.assert_close(p.detach(), torch.full((3,), -float(count)))
+    assert optimizer.get_scale() == 2.0**12
+
+
+def test_an_overflow_of_a_plain_model_is_seen_at_zero_grad() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = LossScaleOptimizer(SGD([p], lr=1.0), init_scale=2.0**10)
+    optimizer.backward(p.sum() * float("inf"))
+    optimizer.zero_grad()
+    assert optimizer.get_scale() == 2.0**9
 
 
 def test_losses_of_any_shape_and_dtype() -> None:
@@ -142,8 +222,9 @@ def test_losses_of_any_shape_and_dtype() -> None:
     optimizer.unscale_()
     optimizer.unscale_()
     torch.testing.assert_close(p.grad, torch.full((4,), 3.0))
-    with pytest.raises(LossScaleError, match="after unscale_"):
-        optimizer.backward(p.sum())
+    optimizer.scale_loss(p.sum()).backward()
+    optimizer.unscale_()
+    torch.testing.assert_close(p.grad, torch.full((4,), 4.0))
     optimizer.zero_grad()
     with pytest.raises(LossScaleError, match="tensor or a list"):
         optimizer.scale_loss(3.0)
@@ -334,7 +415,7 @@ def test_gradients_of_every_kind() -> None:
             + cplx.real.sum()
         )
 
-    optimizer.backward(loss())
+    optimizer.scale_loss(loss()).backward()
     wide.grad = torch.ones(1).expand(4) * 1024.0
     wide.grad = torch.full((1,), 1024.0).expand(4)  # overlapping memory
     optimizer.step()
@@ -587,6 +668,18 @@ def test_a_model_without_conversion_warns() -> None:
         LossScaleOptimizer(SGD(model.parameters(), lr=0.1), model)
 
 
+def test_an_optimizer_of_other_parameters_warns() -> None:
+    model, other = Half(), nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="holds none of the parameters"):
+        LossScaleOptimizer(SGD(other.parameters(), lr=0.1), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LossScaleOptimizer(SGD([model.bias, *other.parameters()], lr=0.1), model)  # part of it
+        LossScaleOptimizer(SGD(other.parameters(), lr=0.1), nn.Sequential(other, model))
+        model.requires_grad_(False)  # an input is trained through it
+        LossScaleOptimizer(SGD(other.parameters(), lr=0.1), model)
+
+
 def test_static_scale_skips_without_adapting() -> None:
     model = Half(scale=LossScale.static(256.0))
     optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=0.1), init_scale=8.0)
@@ -686,11 +779,41 @@ def test_endless_overflow_warns_once() -> None:
         ({"init_scale": 0.0}, "init_scale must be between"),
         ({"init_scale": 2.0**30}, "init_scale must be between"),
         ({"growth_factor": 0.5}, "growth_factor"),
+        ({"init_scale": "x"}, "init_scale must be between"),
+        ({"init_scale": float("nan")}, "init_scale must be between"),
+        ({"growth_factor": "x"}, "growth_factor must be a finite number"),
+        ({"backoff_factor": True}, "backoff_factor must be a finite number"),
+        ({"growth_interval": 1.5}, "growth_interval must be a whole number"),
+        ({"growth_interval": "a"}, "growth_interval must be a whole number"),
+        ({"hysteresis": 1.5}, "hysteresis must be a whole number"),
+        ({"min_scale": None}, "min_scale must be a finite number"),
+        ({"enabled": "no"}, "enabled must be True or False"),
+        ({"check_finite": "no"}, "check_finite must be True, False or None"),
+        ({"process_group": "x"}, "process_group must be"),
+        ({"process_group": True}, "process_group must be"),
+        ({"model": 3}, "model must be the converted module"),
+        ({"model": [torch.ones(1)]}, "model must be the converted module"),
+        ({"model": []}, "model must be the converted module"),
     ],
 )
 def test_arguments_that_cannot_be_right(wrong: dict[str, Any], match: str) -> None:
     with pytest.raises(LossScaleError, match=match):
         LossScaleOptimizer(SGD([nn.Parameter(torch.ones(1))], lr=0.1), **wrong)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_calls_that_cannot_be_right(own: bool) -> None:
+    model = nn.Linear(4, 3) if own else Half()
+    optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=0.1))
+    for state in ({}, {"state": {}, "param_groups": 3}, 3):
+        with pytest.raises(LossScaleError, match="state dict"):
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+    for norm in (-1.0, "x", float("nan")):
+        with pytest.raises(LossScaleError, match="max_norm"):
+            optimizer.clip_grad_norm_(norm)  # type: ignore[arg-type]
+    for loss in (3.0, [model(X).sum(), None]):
+        with pytest.raises(LossScaleError, match="tensor or a list"):
+            optimizer.backward(loss)
 
 
 def test_only_plain_optimizers_are_wrapped() -> None:
