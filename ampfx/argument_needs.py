@@ -20,8 +20,8 @@ from torch.fx import Node
 from ampfx.analysis import NodeFacts, facts_of, is_tuple_read, recorded_value
 from ampfx.dtypes import TensorSpec
 from ampfx.ops import AUTHOR_CASTS, FACTORIES, LIKE_OPS, QUERY_OPS, author_dtype, indexes_with_tensor
-from ampfx.rule_facts import PARAMS_BY_TARGET
 from ampfx.rule_table import OpClass, Rule
+from ampfx.rules import parameters_of
 
 
 class Need(enum.Enum):
@@ -135,11 +135,7 @@ def argument_needs(
 
 def parameter_names(node: Node, rule: Rule | None) -> tuple[str, ...]:
     """The names of a call's positional arguments, as far as they are known."""
-    if rule is None:
-        return ()
-    if rule.params and callable(node.target):
-        return PARAMS_BY_TARGET.get(node.target, rule.params)
-    return rule.params
+    return () if rule is None else parameters_of(rule, node.args, node.target)
 
 
 def runs_composite(node: Node, rule: Rule | None) -> bool:

@@ -167,7 +167,7 @@ def parameters_of(rule: Rule, args: Sequence[Any], target: Any = None) -> tuple[
     at = PACKED_WEIGHTS_AT
     if rule.op in _RECURRENT_OPS and len(args) > at and isinstance(args[at], list | tuple):
         return PACKED_RECURRENT
-    if not callable(target):
+    if not rule.params or not callable(target):
         return rule.params
     return PARAMS_BY_TARGET.get(target, rule.params)
 

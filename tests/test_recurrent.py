@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,34 @@ def test_the_last_state_is_an_output(cell: type[nn.Module], dtype: torch.dtype) 
         assert a.grad is not None
         assert b.grad is not None
         assert (a.grad - b.grad).norm() <= 16 * torch.finfo(dtype).eps * b.grad.norm()
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths, packed; gives the padded result, the packed one and the state."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn, self.out = kind(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> tuple[Any, ...]:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        result, state = self.rnn(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(result)
+        return self.out(padded), result.data, state
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_a_packed_sequence_is_as_precise_as_under_autocast(kind: type[nn.RNNBase]) -> None:
+    reference, x, lengths = Packed(kind), torch.randn(40, 3, 8), torch.tensor([40, 20, 30])
+    model = ampfx.convert(copy.deepcopy(reference), (x, lengths), dtype=torch.bfloat16)
+    want, got = _tensors(reference(x, lengths)), _tensors(model(x, lengths))
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = _tensors(reference(x, lengths))
+    for exact, ours, theirs in zip(want, got, autocast, strict=True):
+        assert ours.dtype == torch.float32
+        # Equally many roundings, of which few differ.
+        assert (ours - exact).norm() <= 1.1 * (theirs - exact).norm()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(value)
