@@ -21,7 +21,7 @@ from ampfx.context import ConversionContext
 from ampfx.dtypes import TensorSpec
 from ampfx.ops import AUTHOR_CASTS, FACTORIES, LIKE_OPS
 from ampfx.rule_table import Rule
-from ampfx.rules import autocast_class
+from ampfx.rules import autocast_class, variant
 
 _FLOAT32_CLASSES = ("fp32", "set_opt_dtype", "append_dtype", "banned")
 
@@ -117,9 +117,10 @@ def simulate_autocast(
         if node in forced_low:
             simulated[node] = ctx.low_dtype
             continue
-        if facts.op not in lists:
-            lists[facts.op] = autocast_class(facts.op, ctx.device_type)
-        simulated[node] = _simulate_node(node, facts, ctx, lists[facts.op], dtype_of)
+        op = variant(node)
+        if op not in lists:
+            lists[op] = autocast_class(op, ctx.device_type)
+        simulated[node] = _simulate_node(node, facts, ctx, lists[op], dtype_of)
     return simulated
 
 

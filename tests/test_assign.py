@@ -249,3 +249,11 @@ def test_every_decision_has_a_reason_and_a_chain() -> None:
         if found.dtype is not None:
             assert found.chain[0] == node.name
             assert set(found.chain) <= names | {"output"}
+
+
+@pytest.mark.parametrize(("mode", "autocast"), [("reflect", HIGH), ("constant", LOW)])
+def test_autocast_is_simulated_by_how_an_op_is_called(mode: str, autocast: torch.dtype) -> None:
+    with torch.autocast("cpu", LOW):
+        assert F.pad(torch.randn(1, 4, 4, dtype=LOW), (1, 1), mode=mode).dtype == autocast
+    gm = decide(lambda m, x: F.pad(F.linear(x, m.w).unsqueeze(0), (1, 1), mode=mode))
+    assert decision(gm, "pad").autocast_dtype == autocast
