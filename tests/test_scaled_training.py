@@ -137,6 +137,54 @@ def test_static_scale_skips_and_stays() -> None:
         assert optimizer.last_step_skipped == (factor == OVERFLOW)
 
 
+class Blocks(nn.Module):
+    """A model for ``blocks=``; its Python code may decide by a value."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.decides = decides
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            if self.decides and float(x.detach().abs().mean()) > 1e6:
+                x = x * 2
+        result: Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:Blocks is converted in parts")
+@pytest.mark.parametrize("how", ["parts", "blocks by type", "blocks by path"])
+def test_models_converted_in_parts_or_blocks(how: str) -> None:
+    torch.manual_seed(0)
+    original = Blocks(decides=how == "parts")
+    blocks = {"parts": None, "blocks by type": nn.Sequential, "blocks by path": "layers.*"}[how]
+    x = torch.randn(16, 8)
+    model = ampfx.convert(copy.deepcopy(original), (x,), dtype=torch.float16, blocks=blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = LossScaleOptimizer(SGD(model.parameters(), lr=0.1), model, init_scale=1024.0)
+        found = LossScaleOptimizer(SGD(model.parameters(), lr=0.1), init_scale=1024.0)
+    assert optimizer.get_scale() == found.get_scale() == 1024.0
+    del found
+    (original(x).pow(2).mean() * 1e-6).backward()
+    (model(x).pow(2).mean() * 1e-6).backward()
+    for wanted, got in zip(original.parameters(), model.parameters(), strict=True):
+        assert relative_error(got.grad, wanted.grad) < 0.02
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    optimizer.zero_grad()
+    before = values(model)
+    (model(x).sum() * OVERFLOW).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert optimizer.get_scale() == 512.0
+    assert equal(before, values(model))
+
+
 def test_bfloat16_needs_none() -> None:
     torch.manual_seed(0)
     model = ampfx.convert(mlp(), (X,), dtype=torch.bfloat16)
