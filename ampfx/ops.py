@@ -273,10 +273,14 @@ def author_dtype(node: Node) -> torch.dtype | None:
 
     None when the call names no dtype; ``type_as`` and ``x.to(other)`` follow another tensor.
     """
-    name = canonical_op(node)
+    # Asked for every argument of every node: no look at the canonical name, which for these is the target.
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     if node.op == "call_method" and name in _CAST_METHODS:
-        return _CAST_METHODS[name]
-    for value in (*node.args, *node.kwargs.values()):
+        return _CAST_METHODS[str(name)]
+    for value in node.args:
+        if isinstance(value, torch.dtype):
+            return value
+    for value in node.kwargs.values():
         if isinstance(value, torch.dtype):
             return value
     if name == "type":
