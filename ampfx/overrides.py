@@ -7,6 +7,7 @@ mistakes show there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -48,7 +49,7 @@ def op_name(op: str | Callable[..., Any]) -> str:
     if not isinstance(op, str):
         if not callable(op):
             raise PolicyError(f"An op is named by a string or a function, not by {op!r}.")
-        return canonical_op(op)
+        return canonical_op(_no_module(op))
     if op.startswith("aten::"):
         return canonical_op(op.removeprefix("aten::").partition(".")[0])
     path = op
@@ -63,7 +64,15 @@ def op_name(op: str | Callable[..., Any]) -> str:
             near = did_you_mean(part, dir(value))
             raise PolicyError(f"Op {op!r} does not exist: {value.__name__} has no {part!r}.{near}")
         value = getattr(value, part)
-    return canonical_op(value)
+    return canonical_op(_no_module(value))
+
+
+def _no_module(op: Any) -> Any:
+    kind = op if isinstance(op, type) else type(op)
+    if issubclass(kind, torch.nn.Module):
+        name = kind.__name__
+        raise PolicyError(f"{name} is a module type, not an op. Write Override(module_type={name}).")
+    return op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,7 @@ class Override:
     Args:
         op: name of an op, its function, or a glob on canonical names (``"linalg_*"``).
         module: glob on module paths, matched part by part between the dots (``"layers.*.attn"``;
-            ``"**"`` stands for any number of parts). Selects the module and everything below it.
+            ``"**"`` stands for any number of parts, ``""`` is the model). Selects it and everything below.
         module_type: class of a module, or its name; selects the nodes of such modules and below.
         node: glob on node names.
         predicate: callable on the node; True selects, a dtype selects and says which.
@@ -81,7 +90,7 @@ class Override:
         reason: for the report.
 
     Raises:
-        PolicyError: no selector, or a dtype that is neither float32 nor low.
+        PolicyError: no selector, a selector of the wrong type, or a dtype that is neither float32 nor low.
     """
 
     op: str | Callable[..., Any] | None = None
@@ -98,9 +107,34 @@ class Override:
                 "An Override selects nothing. Give at least one of op=, module=, module_type=, node=, "
                 "predicate=."
             )
+        self._check_types()
         if self.op is not None and not (isinstance(self.op, str) and _is_glob(self.op)):
             object.__setattr__(self, "op", op_name(self.op))
         object.__setattr__(self, "dtype", _parse_dtype(self.dtype))
+
+    def _check_types(self) -> None:
+        for name in ("op", "module_type", "node"):
+            if getattr(self, name) == "":
+                raise PolicyError(f"An override's {name}= is empty and selects nothing. Leave it out.")
+        for name in ("module", "node"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise PolicyError(
+                    f"An override's {name}= is a glob such as 'layers.*', "
+                    f"not {_shown(value)}.{_module_hint(value)}"
+                )
+        kind = self.module_type
+        if kind is not None and not isinstance(kind, type | str):
+            raise PolicyError(
+                "An override's module_type= is a class of modules or its name, "
+                f"not {_shown(kind)}.{_module_hint(kind)}"
+            )
+        if isinstance(kind, type) and not issubclass(kind, torch.nn.Module):
+            raise PolicyError(f"An override's module_type= is a class of modules, which {kind.__name__} is not.")
+        if self.predicate is not None:
+            _check_predicate(self.predicate)
+        if not isinstance(self.reason, str):
+            raise PolicyError(f"An override's reason= is a string, not {self.reason!r}.")
 
     def matches(self, node: Node, low: torch.dtype | None = None) -> bool:
         """Whether all selectors select the node. ``low`` is checked against the asked dtype if given."""
@@ -199,6 +233,33 @@ class Override:
 
     def _ask(self, node: Node) -> bool | torch.dtype | None:
         return True if self.predicate is None else self.predicate(node)
+
+
+def _shown(value: object) -> str:
+    return f"an instance of {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
+
+
+def _module_hint(value: object) -> str:
+    kind = type(value) if isinstance(value, torch.nn.Module) else value
+    if not isinstance(kind, type):
+        return ""
+    return f" All modules of its type: module_type={kind.__name__}. One module: module= and its path."
+
+
+def _check_predicate(predicate: object) -> None:
+    if not callable(predicate):
+        raise PolicyError(f"An override's predicate= is a function of a node, not {predicate!r}.")
+    try:
+        signature = inspect.signature(predicate)
+    except (TypeError, ValueError):
+        return  # builtins have none: a call will show
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        name = getattr(predicate, "__name__", "callable")
+        raise PolicyError(
+            f"An override's predicate= is called with one node, which {name}{signature} does not take: {error}."
+        ) from None
 
 
 def path_matches(path: str, pattern: str) -> bool:

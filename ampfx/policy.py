@@ -11,7 +11,7 @@ overrides for parts of a model (:mod:`ampfx.overrides`), of which later ones win
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -69,6 +69,10 @@ class Policy:
             raise PolicyError(
                 f"Unknown policy {self.name!r}.{did_you_mean(self.name, POLICY_NAMES)} Known: {known}."
             )
+        if isinstance(self.overrides, Override):
+            raise PolicyError("overrides= takes a list of overrides. Write overrides=(Override(...),).")
+        if not isinstance(self.overrides, Iterable):
+            raise PolicyError(f"overrides= takes a list of ampfx.Override objects, not {self.overrides!r}.")
         object.__setattr__(self, "overrides", tuple(self.overrides))
         for override in self.overrides:
             if not isinstance(override, Override):
@@ -78,6 +82,8 @@ class Policy:
             ops = getattr(self, cls.value)
             if isinstance(ops, str):
                 raise PolicyError(f"{cls.value}= takes a list of ops. Write {cls.value}=({ops!r},).")
+            if not isinstance(ops, Iterable) or isinstance(ops, type):
+                raise PolicyError(f"{cls.value}= takes a list of ops, not {ops!r}.")
             names = tuple(op_name(op) for op in ops)
             object.__setattr__(self, cls.value, names)
             for name in names:

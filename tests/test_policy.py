@@ -301,3 +301,48 @@ def test_the_wrong_low_dtype_is_found_before_any_node() -> None:
     with pytest.raises(PolicyError, match="asks for float16 in a conversion to bfloat16"):
         check_matches(policy, model_nodes(), KNOWN, low=torch.bfloat16)
     assert check_matches(policy, model_nodes(), KNOWN, low=torch.float16) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"module_type": 5}, "module_type= is a class of modules or its name, not 5"),
+        ({"module_type": int}, "module_type= is a class of modules, which int is not"),
+        ({"module_type": torch.nn.Linear(2, 2)}, "not an instance of Linear.*module_type=Linear"),
+        ({"module": 5}, "module= is a glob such as 'layers.\\*', not 5"),
+        ({"module": torch.nn.Linear}, "module_type=Linear"),
+        ({"module": torch.nn.Linear(2, 2)}, "module_type=Linear"),
+        ({"node": 5}, "node= is a glob"),
+        ({"op": torch.nn.Linear}, "is a module type, not an op. Write Override.module_type=Linear"),
+        ({"op": 5}, "named by a string or a function, not by 5"),
+        ({"op": ""}, "op= is empty"),
+        ({"node": ""}, "node= is empty"),
+        ({"module_type": ""}, "module_type= is empty"),
+        ({"predicate": "x"}, "predicate= is a function of a node, not 'x'"),
+        ({"predicate": lambda: True}, "does not take: too many positional arguments"),
+        ({"predicate": lambda a, b: True}, "does not take: missing a required argument: 'b'"),
+        ({"op": "add", "reason": 5}, "reason= is a string, not 5"),
+    ],
+)
+def test_arguments_of_the_wrong_type(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PolicyError, match=sentence):
+        Override(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"overrides": Override(op="add")}, r"Write overrides=\(Override\(...\),\)"),
+        ({"overrides": 5}, "overrides= takes a list of ampfx.Override objects, not 5"),
+        ({"overrides": ("add",)}, "overrides= takes ampfx.Override objects, not 'add'"),
+        ({"deny": 5}, "deny= takes a list of ops, not 5"),
+        ({"deny": (torch.nn.Linear,)}, "is a module type, not an op"),
+    ],
+)
+def test_a_policys_arguments_of_the_wrong_type(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PolicyError, match=sentence):
+        Policy(**wrong)
+
+
+def test_a_module_path_may_be_empty() -> None:
+    assert Override(module="").module == ""  # the whole model
