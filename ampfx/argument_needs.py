@@ -22,6 +22,7 @@ from ampfx.dtypes import TensorSpec
 from ampfx.ops import AUTHOR_CASTS, FACTORIES, LIKE_OPS, QUERY_OPS, author_dtype, indexes_with_tensor
 from ampfx.rule_table import OpClass, Rule
 from ampfx.rules import parameters_of
+from ampfx.runtime import apply_function
 
 
 class Need(enum.Enum):
@@ -75,6 +76,16 @@ def converts(node: Node) -> bool:
 def is_opaque(facts: NodeFacts, rule: Rule | None) -> bool:
     """Whether a node is code that cannot be looked into: a custom Function, operator or hook."""
     return rule is None and ("." in facts.op or "::" in facts.op)
+
+
+def opaque_name(node: Node) -> str:
+    """The name of such code: a custom Function's class, the operator, the function."""
+    if node.target is apply_function and node.args:
+        function: Any = node.args[0]
+        if isinstance(function, Node):  # an object that the graph holds as an attribute
+            return str(function.meta.get("holds", function.name))
+        return str(getattr(function, "__name__", function))
+    return facts_of(node).op.removeprefix("ampfx.runtime.")
 
 
 def argument_needs(

@@ -25,6 +25,8 @@ Kind = Literal[
     "unlisted",  # the op is in no list
     "input",  # an input, parameter or buffer, with the dtype it has
     "opaque",  # code that cannot be looked into
+    "gradient",  # the forward itself differentiates here
+    "default",  # made from no tensor, in torch's default dtype
     "untouched",  # no float32 tensor is concerned
 ]
 

@@ -36,6 +36,8 @@ _CAUSES = {
     "unlisted": "that {op} is in no list",
     "input": "the dtype that inputs, parameters and buffers have",
     "opaque": "that {op} cannot be looked into",
+    "gradient": "that the model's forward differentiates itself",
+    "default": "torch's default dtype: {name} reads no tensor",
     "cast": "a cast for its reader",
     "scale": "the loss scale",
 }

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from ampfx import grad_scaling
 from ampfx.analysis import is_analysed, is_tuple_read, tensor_leaves
+from ampfx.argument_needs import opaque_name
 from ampfx.decisions import Decision
 from ampfx.dtypes import TensorSpec, is_low, short_name
 from ampfx.graph_utils import op_of
@@ -177,7 +178,7 @@ def _report(node: Node) -> NodeReport:
     spec = value if isinstance(value, TensorSpec) else None
     decision = _decision(node, role)
     dtype = spec.dtype if spec is not None else _common_dtype(value)
-    op = {"input": "input", "attribute": "attribute"}.get(role) or op_of(node).removeprefix("ampfx.runtime.")
+    op = {"input": "input", "attribute": "attribute"}.get(role) or _op_name(node)
     return NodeReport(
         name=node.name,
         op=op,
@@ -197,6 +198,10 @@ def _report(node: Node) -> NodeReport:
         autocast_dtype=short_name(decision.autocast_dtype),
         target=str(node.target) if node.op == "get_attr" else "",
     )
+
+
+def _op_name(node: Node) -> str:
+    return opaque_name(node) if is_analysed(node) else op_of(node).removeprefix("ampfx.runtime.")
 
 
 def _role(node: Node) -> Role:

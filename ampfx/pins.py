@@ -27,6 +27,7 @@ from ampfx.argument_needs import (
     gives_dtype,
     is_moves,
     is_opaque,
+    opaque_name,
     reads_other_float,
     words,
 )
@@ -35,12 +36,12 @@ from ampfx.decisions import Kind
 from ampfx.dtypes import long_name
 from ampfx.hazards import constant_hazard, large_buffers, logarithm_hazards, square_hazard
 from ampfx.ops import AUTHOR_CASTS, FACTORIES, LIKE_OPS, QUERY_OPS
-from ampfx.promotion import float_dtype, inferred_dtype, simulate_autocast
+from ampfx.promotion import float_dtype, followed_argument, inferred_dtype, simulate_autocast
 from ampfx.rule_table import OpClass, Rule
 from ampfx.variables import Variables
 
 # Pins to float32 that the rules alone do not explain: also the relaxed policy passes them on.
-_DANGERS: frozenset[Kind] = frozenset({"hazard", "override", "region", "author", "opaque"})
+_DANGERS: frozenset[Kind] = frozenset({"hazard", "override", "region", "author", "opaque", "gradient"})
 # Made from a number alone: the low form is the cast of the float32 form, bit by bit.
 CONSTANT_FACTORIES: frozenset[str] = words(
     "zeros ones eye full zeros_like ones_like full_like new_zeros new_ones new_full"
@@ -156,7 +157,7 @@ class Pinner:
         for node in self.gm.graph.nodes:
             if node.op == "call_function" and node.target in (torch.autograd.grad, torch.autograd.backward):
                 for value in (node, *node.all_input_nodes):
-                    found[value] = Pin(False, "opaque", f"{node.name} differentiates in forward")
+                    found[value] = Pin(False, "gradient", f"{node.name} differentiates in forward")
         return found
 
     def _by_rule(self, node: Node, facts: NodeFacts) -> Pin | None:
@@ -166,7 +167,9 @@ class Pinner:
         if facts.region.autocast is False and (facts.managed or rule is not None):
             return Pin(False, "region", "the author switched autocast off here")
         if is_opaque(facts, rule):
-            return Pin(False, "opaque", f"{facts.op} cannot be looked into")
+            if not facts.managed and not any(facts_of(value).managed for value in node.all_input_nodes):
+                return None  # a guard of a size, say
+            return Pin(False, "opaque", f"{opaque_name(node)} cannot be looked into")
         hazard = self._hazard(node, facts, rule)
         if hazard is not None:
             return Pin(False, "hazard", hazard)
@@ -236,9 +239,9 @@ class Pinner:
             return float_dtype(value, self.low if self._may_be_low(value) else torch.float32)
 
         if inferred_dtype(node, facts, rule, dtype_of) == torch.float32:
-            parent = self._float32_input(node)
+            parent = self._float32_input(node, followed_argument(node, rule))
             if parent is None:
-                return Pin(False, "neighbour", "made in torch's default dtype")
+                return self._from_no_managed(node)
             above = self._pin_of(parent)
             kind: Kind = above.kind if above is not None and above.kind in _DANGERS else "neighbour"
             return Pin(False, kind, f"reads {parent.name} in float32", parent=parent)
@@ -270,7 +273,20 @@ class Pinner:
     def _pin_of(self, value: Node) -> Pin | None:
         return self.pins.nominal.get(value) or self.pins.variables.get(self.variables.value_variable(value))
 
-    def _float32_input(self, node: Node) -> Node | None:
+    def _from_no_managed(self, node: Node) -> Pin:
+        """Float32 although no float32 tensor is read."""
+        for value in node.all_input_nodes:
+            if any(spec.dtype.is_complex for spec in tensor_leaves(recorded_value(value))):
+                reason = f"reads {value.name}, whose complex numbers are pairs of float32"
+                return Pin(False, "neighbour", reason, parent=value)
+        if node.all_input_nodes:
+            return Pin(False, "default", "reads no float32 tensor, so torch's default dtype holds")
+        return Pin(False, "default", "made in torch's default dtype")
+
+    def _float32_input(self, node: Node, followed: Node | None) -> Node | None:
+        """The value that makes a node float32; ``followed`` is the one whose dtype the node takes."""
+        if followed is not None and facts_of(followed).managed and not self._may_be_low(followed):
+            return followed
         wide = [v for v in node.all_input_nodes if facts_of(v).managed and not self._may_be_low(v)]
         # A computed value explains more than a parameter.
         computed = (value for value in wide if value.op not in ("get_attr", "placeholder"))

@@ -10,8 +10,10 @@ from graph_builder import build, convert, decisions
 from torch import nn
 from torch.fx import GraphModule
 
+import ampfx
 from ampfx.context import ConversionContext
 from ampfx.decisions import Decision
+from ampfx.explanation import explain
 from ampfx.passes import AssignPrecision
 from ampfx.policy import Override, Policy
 
@@ -257,3 +259,84 @@ def test_autocast_is_simulated_by_how_an_op_is_called(mode: str, autocast: torch
         assert F.pad(torch.randn(1, 4, 4, dtype=LOW), (1, 1), mode=mode).dtype == autocast
     gm = decide(lambda m, x: F.pad(F.linear(x, m.w).unsqueeze(0), (1, 1), mode=mode))
     assert decision(gm, "pad").autocast_dtype == autocast
+
+
+def sentence(gm: GraphModule, name: str) -> str:
+    return " ".join(str(explain(gm, ConversionContext(low_dtype=LOW), name)).split())
+
+
+def test_what_reads_nothing_has_the_default_dtype() -> None:
+    gm = decide(lambda m, x: F.linear(x, m.w) + torch.zeros(4, 4))
+    assert sentence(gm, "zeros").endswith("The cause is torch's default dtype: zeros reads no tensor.")
+
+
+def test_what_is_made_from_complex_numbers_names_them() -> None:
+    gm = decide(lambda m, x: torch.fft.fft(F.linear(x, m.w)).abs())
+    name = next(node.name for node in gm.graph.nodes if node.meta["op"] == "abs")
+    assert decision(gm, name).chain == (name, "fft_fft")
+    assert decision(gm, name).reason == "reads fft_fft, whose complex numbers are pairs of float32"
+    assert "The cause is the rule for fft_fft" in sentence(gm, name)
+
+
+def test_several_results_are_not_explained_by_themselves() -> None:
+    gm = decide(lambda m, x: F.linear(x, m.w).topk(2)[0])
+    found = decision(gm, "topk")
+    assert "getitem" not in found.reason
+    assert found.chain == ("topk", "linear")
+    assert decision(gm, "getitem").chain[:2] == ("getitem", "topk")
+
+
+def test_two_neighbours_do_not_explain_each_other() -> None:
+    gm = decide(lambda m, x: F.linear(x, m.w).view(2, 8).relu().exp().log())
+    for node in gm.graph.nodes:
+        if "decision" in node.meta:
+            chain = node.meta["decision"].chain
+            assert len(set(chain)) == len(chain)
+    assert decision(gm, "view").cause == decision(gm, "relu").cause
+
+
+def test_what_forward_differentiates_is_said_to_be_so() -> None:
+    def forward(m: Weights, x: torch.Tensor) -> torch.Tensor:
+        z = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(F.linear(z, m.w).sum(), z, create_graph=True)
+        return grad
+
+    gm = decide(forward)
+    assert decision(gm, "sum_1").kind == "gradient"
+    assert "differentiates itself" in sentence(gm, "sum_1")
+
+
+class Doubled(torch.autograd.Function):
+    """A custom Function."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class WithFunction(nn.Module):
+    """Calls it, and reads a size, which is guarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Doubled.apply(self.linear(x))  # type: ignore[no-untyped-call]
+        return out if len(x) > 2 else out * 2
+
+
+def test_a_custom_function_has_the_name_of_its_class() -> None:
+    report = ampfx.convert(WithFunction(), (torch.randn(4, 4),), dtype=LOW).report()
+    assert report.opaque == {"Doubled": ("apply_function",)}
+    assert report.nodes["apply_function"].reason == "Doubled cannot be looked into"
+
+
+def test_a_cell_names_the_state_that_it_follows() -> None:
+    model = ampfx.convert(nn.GRU(4, 4), (torch.randn(5, 2, 4),), dtype=LOW)
+    gru = next(node for node in model.report().nodes if node.op == "gru")
+    assert gru.reason == "reads zeros in float32"

@@ -264,14 +264,15 @@ def test_the_text_of_a_report() -> None:
                  e.g. add, because of x: an input has the dtype that it arrives in
               1  float32 as its reader is: bfloat16 would move no fewer bytes in casts
                  e.g. log_softmax
-              1  float32 as what it reads is: bfloat16 would move no fewer bytes in
-                 casts
+              1  its result leaves in float32, and a cast before it would move no fewer
+                 bytes
                  e.g. exp
 
         More precise than under torch.autocast: 2
           log_softmax: float32 as its reader exp is: bfloat16 would move no fewer bytes
             in casts
-          exp: float32 as log_softmax is: bfloat16 would move no fewer bytes in casts
+          exp: its result leaves in float32, and a cast before it would move no fewer
+            bytes
         """,
     )
 

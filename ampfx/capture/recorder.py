@@ -500,6 +500,7 @@ class Recorder(TorchFunctionMode):
         name = f"{self.constant_prefix}{len(self.constants)}"
         self.constants[name] = value
         node = self._insert_attribute(name)
+        node.meta["holds"] = getattr(value, "__name__", type(value).__name__)  # for reports
         self._attributes[id(value)] = node
         return node
 

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -76,6 +76,22 @@ class _Writer:
                 group = self.low.get(self.variables.value_variable(node), False)
                 if group != self.low.get(self.variables.op_variable(node), False):
                     node.meta["entry_dtype"] = self._dtype(group)
+
+        self._extend_chains()
+
+    def _extend_chains(self) -> None:
+        """Follow readers: what is explained by a later node was decided before that node was."""
+        decided = {node.name: node for node in self.gm.graph.nodes}
+        for node in reversed(self.gm.graph.nodes):
+            decision = node.meta.get("decision")
+            if decision is None or len(decision.chain) < 2:
+                continue
+            above = decided[decision.chain[1]].meta.get("decision")
+            if above is None or node.name in above.chain:
+                continue
+            chain = chain_through(node.name, above)
+            if chain != decision.chain:
+                node.meta["decision"] = replace(decision, chain=chain, cause=chain[-1])
 
     def _dtype(self, low: bool) -> torch.dtype:
         return self.ctx.low_dtype if low else torch.float32
@@ -158,9 +174,12 @@ class _Writer:
         other = "float32" if low else self.low_name
         name = self.low_name if low else "float32"
         for value in argument_nodes((node.args, node.kwargs)):
+            known = value.meta.get("decision")
+            if known is not None and node.name in known.chain:
+                continue  # it is explained by this node
             if facts_of(value).managed and self.low.get(self.variables.value_variable(value), False) == low:
                 return value, f"{name} as {value.name} is: {other} would move no fewer bytes in casts"
-        for user in node.users:
+        for user in _readers(node):
             if user.op == "output":
                 if not low:
                     return (
@@ -173,6 +192,15 @@ class _Writer:
                     f"{name} as its reader {user.name} is: {other} would move no fewer bytes in casts",
                 )
         return None, f"{name}: {other} would move no fewer bytes in casts"
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """The nodes that read a value, or one of several results."""
+    for user in node.users:
+        if is_tuple_read(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _class_name(node: Node, rule: Rule | None, kind: Kind) -> str:
