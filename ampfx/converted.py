@@ -29,6 +29,7 @@ from ampfx.capture.interception import active
 from ampfx.capture.made_up_inputs import candidates
 from ampfx.capture.plain_run import failing_line, first_call, plain_run, switched_mode
 from ampfx.capture.structure import flatten
+from ampfx.compiled_call import attributes_hold, leaves_of, parameter_names, state_holds
 from ampfx.context import ConversionContext
 from ampfx.errors import AmpfxError, CaptureError, GuardError, NotCapturedError, PolicyError
 from ampfx.graph_entry import GraphEntry, call_key, make_entry
@@ -86,6 +87,7 @@ class Conversion:
         scale: ModuleScale | None,
     ) -> None:
         self.options, self.original, self.instance_forward, self.scale = options, original, forward, scale
+        self.parameter_names = parameter_names(forward or original.forward)
         self.entries: list[GraphEntry] = []
         self.current: GraphEntry | None = None
         self.captures = 0
@@ -215,15 +217,25 @@ class Conversion:
 
     def call_compiling(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward as ``torch.compile`` sees it: the graph of the current mode, with its guards."""
-        for entry in self.entries:
-            if entry.training == root.training and entry.key[0] == torch.is_grad_enabled():
-                return entry.run_compiling(args, kwargs)
-        for entry in self.entries:
-            if entry.training == root.training:
-                return entry.run_compiling(args, kwargs)
+        failed = ""
+        for same_grad in (True, False):
+            for entry in self.entries:
+                if entry.training != root.training or same_grad != (entry.key[0] == torch.is_grad_enabled()):
+                    continue
+                leaves = leaves_of(entry.captured.inputs, self.parameter_names, args, kwargs)
+                if leaves is None or not attributes_hold(entry.watched) or not state_holds(entry):
+                    continue
+                if entry.written_inputs or entry.written_tensors:
+                    return entry.run_compiling(leaves)
+                try:  # what was traced before a guard that fails is dropped: nothing is written there
+                    return entry.run_compiling(leaves)
+                except NotCapturedError as error:
+                    failed = str(error)
         raise NotCapturedError(
-            f"torch.compile needs the graph of {self.original.__name__} for this mode: call the converted module once "
-            "in this mode (train or eval) before compiling, or give convert example_inputs="
+            failed
+            or f"torch.compile needs the graph of {self.original.__name__} for this mode and these arguments, and it "
+            "was captured for others: call the converted module once in this way (train or eval, the same flags and "
+            "structure) before compiling, or give convert example_inputs="
         )
 
     def _use(self, entry: GraphEntry) -> None:

@@ -62,7 +62,6 @@ def _enter(
     loss_scale: ModuleScale, dtype: torch.dtype | None, alias: bool, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        loss_scale.traced = True
         for tensor in tensors:
             loss_scale.prepare_traced(tensor.device)
     if torch._C._are_functorch_transforms_active():

@@ -25,11 +25,13 @@ from ampfx.capture.capture import Captured
 from ampfx.capture.host_state import HostState
 from ampfx.capture.shape_guards import value_guards
 from ampfx.capture.structure import unflatten
+from ampfx.compiled_call import watched_attributes
 from ampfx.context import ConversionContext
 from ampfx.errors import AmpfxError
 from ampfx.graph_utils import get_attribute, is_impure
-from ampfx.graph_view import GraphView
+from ampfx.graph_view import GraphView, Host, compile_graph
 from ampfx.ops import written_arguments
+from ampfx.traced_guards import with_assertions
 
 _MAX_VERIFIED = 4096
 _FLOAT16 = torch.finfo(torch.float16)
@@ -71,19 +73,6 @@ def _shapes(value: Any) -> Any:
     return tuple(_shapes(item) for item in value.values()) if isinstance(value, dict) else None
 
 
-def plain_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors and numbers among the arguments of a call, lists and dicts opened, in order."""
-    leaves: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (tuple, list)):
-            leaves += plain_leaves(tuple(value), {})
-        elif isinstance(value, dict):
-            leaves += plain_leaves((), value)
-        elif isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool):
-            leaves.append(value)
-    return leaves
-
-
 @dataclass
 class GraphEntry:
     """A graph of a converted module.
@@ -96,6 +85,8 @@ class GraphEntry:
         checked: the same graph with all guards.
         context: settings and notes of the passes.
         training: mode of the root module.
+        watched: plain attributes of modules that a compiled program guards.
+        traceable: ``checked`` with guards on values that a compiler can trace, where there are such guards.
     """
 
     captured: Captured
@@ -113,6 +104,8 @@ class GraphEntry:
     num_inputs: int = 0
     kept: tuple[tuple[nn.Module, str], ...] = ()
     provisional: bool = False
+    watched: tuple[tuple[Any, str, Any], ...] = ()
+    traceable: Callable[..., Any] | None = None
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the graph on the leaves of a call; raises ``GuardFailure`` with nothing changed."""
@@ -126,12 +119,9 @@ class GraphEntry:
             values = self.view.compiled(*leaves)
         return unflatten(self.captured.outputs, values)
 
-    def run_compiling(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_compiling(self, leaves: list[Any]) -> Any:
         """Run with all guards and without bookkeeping, in a form that ``torch.compile`` can trace."""
-        leaves = plain_leaves(args, kwargs)
-        if len(leaves) != self.num_inputs:
-            raise AmpfxError(f"{self.title} was captured with {self.num_inputs} tensors and numbers, got {len(leaves)}")
-        values = self.checked(*leaves)
+        values = (self.traceable or self.checked)(*leaves)
         if self.captured.outputs.kind is None:
             return values[0]
         return unflatten(self.captured.outputs, values)
@@ -201,6 +191,8 @@ def make_entry(
     context = lower(view)
     checked = view.compiled
     shape_guards, data_guards = value_guards(view.graph)
+    asserting = with_assertions(view.graph) if data_guards else None
+    traceable = None if asserting is None else compile_graph(asserting, Host(root))
     if shape_guards:
         _remove(view.graph, shape_guards)
         view.recompile()
@@ -217,6 +209,8 @@ def make_entry(
         written_inputs=written_inputs,
         written_tensors=written_tensors,
         num_inputs=len(leaves),
+        traceable=traceable,
+        watched=watched_attributes(root, captured.written_attributes),
         kept=tuple((root.get_submodule(path), name) for path, name in captured.written_attributes),
     )
     captured.late_guards = bool(shape_guards or data_guards)

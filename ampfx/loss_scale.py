@@ -400,6 +400,7 @@ class ModuleScale:
     @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
     def prepare_traced(self, device: torch.device) -> bool:
         """The same from inside a trace: it runs at once, not in the traced program."""
+        self.traced = True  # assigned here: in a checkpoint the traced program may assign nothing
         self.prepare([device])
         return True
 

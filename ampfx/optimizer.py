@@ -23,6 +23,7 @@ that schedulers, checkpoints and ``load_state_dict`` on either of the two see th
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ from ampfx.skip import ClosureRunner, evaluates_once, skips_in_kernel, step_in_k
 
 STATE_KEY = "loss_scale"
 _ON_OVERFLOW = ("skip", "raise")
+_living: weakref.WeakSet[LossScaleOptimizer] = weakref.WeakSet()
 _WARN_AFTER = 100  # skipped steps in a row; from any scale, 100 halvings reach the minimum
 
 
@@ -140,7 +142,9 @@ class LossScaleOptimizer(Optimizer):
         self._setup()
         self._searches = model is None
         self._search(_modules_in(model) if model is not None else None)
-        if model is not None and enabled and not self._is_converted:
+        if model is not None and enabled and not self._is_converted and _compiles_later(model):
+            self._searches = True  # torch.compile converts at the first call; found by the parameters then
+        elif model is not None and enabled and not self._is_converted:
             warnings.warn(
                 "the model given to LossScaleOptimizer has no converted module: gradients are scaled only by "
                 "optimizer.backward(loss). Convert it first: model = ampfx.convert(model, example_inputs)",
@@ -170,6 +174,7 @@ class LossScaleOptimizer(Optimizer):
         self._last_skipped: bool | Tensor = False
         self._skipped_in_a_row = 0
         self._closures = ClosureRunner(self.inner_optimizer)
+        _living.add(self)
         _watch_loads(self.inner_optimizer, weakref.ref(self))
 
     # ------------------------------------------------------------------ the inner optimizer's own
@@ -659,6 +664,21 @@ class LossScaleOptimizer(Optimizer):
             self._own = self._own_watch()
             self._own.group.load_state_dict(state["own"])
         self._seen_registrations = registrations()
+
+
+def search_again() -> None:
+    """A model was converted after its optimizer was made: the optimizers look for it before its first backward."""
+    for optimizer in list(_living):
+        optimizer._search()
+
+
+def _compiles_later(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether ``torch.compile(..., backend="ampfx")`` made one of the models."""
+    coverage = sys.modules.get("ampfx.dynamo_coverage")  # loaded with the backend
+    if coverage is None:
+        return False
+    models: list[Any] = [model] if isinstance(model, nn.Module) else list(model)
+    return any(coverage.is_compiled_here(part) for root in models for part in (root, *root.modules()))
 
 
 def _modules_in(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
+from ampfx.errors import NotCapturedError
 from ampfx.graph_utils import register_impure
 
 
@@ -30,6 +31,14 @@ def guard(value: Any, expected: Any, where: str = "") -> None:
     """Stop the run when ``value`` is not what the graph was captured for."""
     if isinstance(expected, list) and isinstance(value, list):
         same = value == expected
+    elif isinstance(expected, bool) and torch.compiler.is_compiling():
+        # Dynamo can branch on a comparison of symbolic sizes but not compare it with True.
+        same = expected if value else not expected
+        if not same:
+            raise NotCapturedError(
+                f"torch.compile: the graph was captured where {where} gave {expected}. Call the converted module "
+                "once with such inputs before compiling, or compile without fullgraph=True"
+            )
     else:
         same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
     if not same and not (value != value and expected != expected):

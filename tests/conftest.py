@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from entry_point import provide_entry_point
 from golden import write_renewed
 from hypothesis import settings
 
@@ -18,6 +19,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_configure() -> None:
     """Small tensors gain nothing from threads, and results vary less with one."""
     torch.set_num_threads(1)
+    provide_entry_point()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

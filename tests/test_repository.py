@@ -50,9 +50,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("overrides", "policy_check", "policy", "blocks"),
     ("decisions", "printing"),
     # loss scaling outside the graph
-    ("loss_scale", "grad_scaling", "gradients", "skip", "optimizer"),
+    ("loss_scale", "grad_scaling", "gradients", "skip", "optimizer", "traced_scale"),
     # recording a run, and what recorded graphs call
     ("checkpoints", "runtime", "capture", "graph_view", "parts"),
+    # what torch.compile sees of it
+    ("compiled_call", "traced_guards"),
     # what passes share
     ("context", "cut", "analysis", "composites"),
     ("argument_needs", "variables", "rewriting", "fake_run", "hazards", "promotion"),
@@ -71,6 +73,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the converted module and what it tells
     ("coverage", "products", "node_report", "cast_report", "module_tree", "explanation", "report_text", "report"),
     ("options", "graph_entry", "parts_report", "converted", "convert"),
+    # torch.compile's other way in
+    ("dynamo_graph", "dynamo_coverage", "backend"),
 )
 
 # Packages that are used in few places, so that the rest can be read, and imported, without them.

@@ -70,7 +70,7 @@ class HostState:
         seen: set[int] = set()
         for values, skip in zip(self._dicts, self._skip, strict=True):
             for name, value in values.items():
-                if name in STORES or name in skip or name.startswith("_ampfx"):
+                if name in STORES or name in skip or _is_bookkeeping(name):
                     continue
                 for container in containers(value):
                     if id(container) not in seen:
@@ -80,7 +80,7 @@ class HostState:
     def _now(self) -> Any:
         """The values of all attributes, in one sweep: this runs at every call."""
         filtered = [
-            [_kind(value) if name in skip else value for name, value in d.items() if not name.startswith("_ampfx")]
+            [_kind(value) if name in skip else value for name, value in d.items() if not _is_bookkeeping(name)]
             for d, skip in self._filtered
         ]
         plain = [list(d.values()) for d in self._plain]
@@ -107,7 +107,7 @@ class HostState:
             {
                 name: _kind(value) if name in skip else _plain(value)
                 for name, value in values.items()
-                if not name.startswith("_ampfx") and name not in STORES
+                if not _is_bookkeeping(name) and name not in STORES
             }
             for values, skip in zip(self._dicts, self._skip, strict=True)
         ]
@@ -144,6 +144,11 @@ def _user_classes(modules: list[tuple[str, nn.Module]]) -> list[type]:
             if cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc", "ampfx"):
                 classes[cls] = None
     return list(classes)
+
+
+def _is_bookkeeping(name: str) -> bool:
+    """Whether an attribute is this package's, or what torch.compile notes on a module."""
+    return name.startswith("_ampfx") or name in ("_is_torch_compile", "_compiled_call_impl")
 
 
 def _kind(value: Any) -> Any:

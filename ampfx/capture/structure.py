@@ -112,6 +112,12 @@ class _Constant:
         return hash(type(self.value))
 
 
+def constant_of(structure: Structure) -> Any:
+    """The value of a level that is a constant."""
+    constant = structure.constant
+    return constant.value if isinstance(constant, _Constant) else constant
+
+
 def unflatten(structure: Structure, leaves: Any) -> Any:
     """Build the nested value of ``structure`` around ``leaves`` (an iterator, or any iterable)."""
     return _build(structure, iter(leaves))
@@ -124,8 +130,7 @@ def _build(structure: Structure, leaves: Any) -> Any:
     if not structure.children and not structure.keys:
         if issubclass(kind, (dict, list, tuple)) and structure.constant is None:
             return kind() if not hasattr(kind, "_fields") else kind(*())
-        constant = structure.constant
-        return constant.value if isinstance(constant, _Constant) else constant
+        return constant_of(structure)
     values = [_build(child, leaves) for child in structure.children]
     if structure.keys and structure.keys[0] == "__dict__":
         result = copy.copy(structure.template)
