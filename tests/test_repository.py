@@ -212,6 +212,17 @@ def test_the_layers_name_only_modules_that_exist() -> None:
     assert len(names) == len(set(names))
 
 
+def unlisted(page: str) -> list[str]:
+    """The modules that the table of files in docs/design.md does not name."""
+    files = set(re.findall(r"([\w]+\.py)`", page.partition("## Where is what")[2]))
+    return sorted(relative(path) for path in PACKAGE_FILES if path.name not in {*files, "__init__.py"})
+
+
+def test_the_design_says_where_every_module_stands() -> None:
+    assert unlisted((ROOT / "docs" / "design.md").read_text(encoding="utf-8")) == []
+    assert "ampfx/cut.py" in unlisted("## Where is what\n`errors.py`")
+
+
 def test_the_import_check_can_fail() -> None:
     assert violations("errors", ast.parse("import ampfx.passes.assign")) == [
         "errors imports passes.assign from a higher layer"
