@@ -33,6 +33,7 @@ from ampfx.analysis import NodeFacts, analyse_graph, facts_of, recorded_value, t
 from ampfx.dtypes import Region, TensorSpec, is_low
 from ampfx.graph_utils import get_attribute, op_of, region_of, spec
 from ampfx.loss_scale import ModuleScale
+from ampfx.ops import WRITES
 
 ATTRIBUTE = "_ampfx_loss_scale"
 
@@ -150,7 +151,7 @@ def _carriers(gm: GraphModule, outside: set[Node]) -> set[Node]:
         known, carries = len(memory), set(sources)
         for node in gm.graph.nodes:
             depends = region_of(node).grad and any(value in carries for value in node.all_input_nodes)
-            if depends:
+            if depends and facts_of(node).base not in WRITES:  # running statistics carry no gradient
                 memory.update(facts_of(value).group for value in facts_of(node).writes)
             if (depends or facts_of(node).group in memory) and _has_gradient_dtype(node):
                 carries.add(node)

@@ -274,7 +274,12 @@ class Capture:
 def _device_type(leaves: list[Any], root: nn.Module) -> str:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            return leaf.device.type
+            return _with_autocast(leaf.device.type)
     for parameter in root.parameters():
-        return parameter.device.type
+        return _with_autocast(parameter.device.type)
     return "cpu"
+
+
+def _with_autocast(device_type: str) -> str:
+    """The device whose autocast is switched off; tensors without values have none."""
+    return device_type if torch.amp.is_autocast_available(device_type) else "cpu"

@@ -151,8 +151,8 @@ class HeldTensors:
             generator.set_state(state)
         with torch.no_grad():
             for tensor, value, version in self._saved.values():
-                if _version(tensor) != version or not torch.equal(tensor, value):
-                    tensor.data.copy_(value)
+                if _version(tensor) != version or not same_values(tensor, value):
+                    write_back(tensor, value)
 
     def changed(self) -> list[str]:
         """Names of the held tensors that the recorded run wrote to."""
@@ -162,6 +162,19 @@ class HeldTensors:
                 known = self._holders.get(id(tensor))
                 names.append(known[1].attribute or "?" if known is not None else "?")
         return names
+
+
+def same_values(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers; False where that cannot be asked (no values, under vmap)."""
+    try:
+        return torch.equal(tensor, value)
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor its old value, unseen by autograd; torch.func's transforms let nobody look behind a tensor."""
+    (tensor if torch._C._are_functorch_transforms_active() else tensor.data).copy_(value)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ampfx.capture.attributes import restore_attributes, snapshot_attributes
+from ampfx.capture.holders import same_values, write_back
 from ampfx.capture.inputs import copy_inputs
 from ampfx.capture.random_state import random_state
 from ampfx.errors import CaptureError
@@ -28,8 +29,8 @@ def plain_run(root: nn.Module) -> Iterator[None]:
         restore_attributes(before)
         with torch.no_grad():
             for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.data.copy_(value)
+                if not same_values(buffer, value):
+                    write_back(buffer, value)
 
 
 @contextlib.contextmanager
@@ -44,14 +45,14 @@ def first_call(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
             forward(*call_args, **call_kwargs)
         with torch.no_grad():
             for buffer, value in buffers:
-                buffer.data.copy_(value)
+                write_back(buffer, value)
         yield
     except CaptureError:
         restore_attributes(before)
         with torch.no_grad():
             for tensor, value in (*parameters, *buffers):
-                if not torch.equal(tensor, value):
-                    tensor.data.copy_(value)
+                if not same_values(tensor, value):
+                    write_back(tensor, value)
         raise
 
 
