@@ -67,7 +67,13 @@ def pair(net: nn.Module, *args: Any, dtype: torch.dtype = torch.bfloat16, **opti
 
 
 def compare(
-    model: Any, mine: nn.Module, theirs: Any, *args: Any, tolerance: float = 1e-4, gradients: float = 0.02, **kwargs: Any
+    model: Any,
+    mine: nn.Module,
+    theirs: Any,
+    *args: Any,
+    tolerance: float = 1e-4,
+    gradients: float = 0.02,
+    **kwargs: Any,
 ) -> None:
     found, expected = model(*args, **kwargs), theirs(*args, **kwargs)
     close(found, expected, tolerance)
