@@ -81,9 +81,9 @@ def ampfx(
         lowered, devices = _lower(gm, example_inputs, settings, scale, grad)
     except (CaptureError, VerifyError) as error:
         _warn_once(f"a graph of torch.compile is not converted and runs as it is: {error}")
-        note_graph([])
+        note_graph(parameters, [])
         return compiler(gm, list(example_inputs))
-    note_graph(_converted_parameters(gm, example_inputs))
+    note_graph(parameters, _converted_parameters(gm, example_inputs))
     extra = scale_inputs(scale, devices) if scale is not None and devices else []
     if scale is not None and devices:
         scale.traced = True

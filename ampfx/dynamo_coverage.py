@@ -5,9 +5,11 @@ a break inside a loop, makes Dynamo leave out a whole forward. Under the backend
 float32 in silence.
 
 1. While Dynamo works, the compiled model is found on the stack (the backend is not told which it is).
-2. Parameters that arrive in a graph are noted.
-3. Recurrent layers are named at once if torch's settings keep them out of graphs. At the second call of the
-   model, what heavy modules have had no parameter in any graph are named. Once for each model.
+2. Parameters that arrive in a graph are noted: those that converted operations read, and those that are only
+   read inside what stays float32.
+3. Recurrent layers are named at once if torch's settings keep them out of graphs.
+4. At the second call of the model everything that can reach a graph has done so. Heavy modules that have not are
+   watched during that call; those that run, as Python, are named. Once for each model.
 """
 
 from __future__ import annotations
@@ -36,27 +38,39 @@ class Seen:
 
     Args:
         parameters: ids of the parameters that converted operations read.
+        unconverted: ids of those in graphs that nothing converted reads.
         named: modules that a warning has named.
     """
 
     parameters: set[int] = field(default_factory=set)
+    unconverted: set[int] = field(default_factory=set)
     named: set[str] = field(default_factory=set)
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, Seen] = weakref.WeakKeyDictionary()
 
 
+class _Callbacks(list[Callable[[CallbackArgs], None]]):
+    """Callbacks of Dynamo of which one outlives ``torch._dynamo.reset()``: nobody would register it again."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.append(_after_compilation)
+
+
 def watch_compilations() -> None:
     """Be told when Dynamo has looked at a piece of code, whether or not it made a graph of it."""
-    if _after_compilation not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_after_compilation)
+    if not isinstance(callback_handler.end_callbacks, _Callbacks):
+        callback_handler.end_callbacks = _Callbacks([*callback_handler.end_callbacks, _after_compilation])
 
 
-def note_graph(parameters: Iterable[nn.Parameter]) -> None:
-    """A graph over these parameters was converted."""
-    found = {id(parameter) for parameter in parameters}
+def note_graph(parameters: Iterable[nn.Parameter], converted: Iterable[nn.Parameter]) -> None:
+    """A graph reads ``parameters``, and what is converted in it reads ``converted``."""
+    inside, reached = {id(parameter) for parameter in parameters}, {id(parameter) for parameter in converted}
     for model in _compiled_models():
-        _seen(model).parameters |= found
+        seen = _seen(model)
+        seen.parameters |= reached
+        seen.unconverted |= inside - reached
 
 
 def _after_compilation(_: CallbackArgs) -> None:
@@ -113,26 +127,51 @@ def _name_recurrent(model: nn.Module, seen: Seen) -> None:
 
 
 def _check_at_next_call(model: OptimizedModule, seen: Seen) -> None:
-    """At the next call everything that can reach a graph has had its chance."""
     forward: Callable[..., Any] = model.forward
     reference = weakref.ref(model._orig_mod)
 
     def check_once(*args: Any, **kwargs: Any) -> Any:
         model.forward = forward
         inner = reference()
-        if inner is not None:
-            _name_missing(inner, seen)
-        return forward(*args, **kwargs)
+        missing = {} if inner is None else _missing(inner, seen)
+        if inner is None or not missing:
+            return forward(*args, **kwargs)
+        ran = {path for path, module in missing.items() if _has(module, seen.unconverted)}
+        handles = [
+            module.register_forward_pre_hook(_note_call(ran, path))
+            for path, module in missing.items()
+            if path not in ran
+        ]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            _name_missing(inner, seen, [path for path in missing if path in ran])
 
     model.forward = check_once
 
 
-def _name_missing(model: nn.Module, seen: Seen) -> None:
-    names = [
-        path
+def _note_call(ran: set[str], path: str) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would compile it
+    def note(*_: Any) -> None:
+        ran.add(path)
+
+    return note
+
+
+def _missing(model: nn.Module, seen: Seen) -> dict[str, nn.Module]:
+    return {
+        path: module
         for path, module in model.named_modules()
-        if isinstance(module, HEAVY) and path not in seen.named and _is_missing(module, seen.parameters)
-    ]
+        if isinstance(module, HEAVY)
+        and path not in seen.named
+        and any(True for _ in module.parameters())
+        and not _has(module, seen.parameters)
+    }
+
+
+def _name_missing(model: nn.Module, seen: Seen, names: list[str]) -> None:
     if names:
         seen.named.update(names)
         warn_user(
@@ -143,9 +182,8 @@ def _name_missing(model: nn.Module, seen: Seen) -> None:
         )
 
 
-def _is_missing(module: nn.Module, reached: set[int]) -> bool:
-    parameters = [id(parameter) for parameter in module.parameters()]
-    return bool(parameters) and not any(parameter in reached for parameter in parameters)
+def _has(module: nn.Module, found: set[int]) -> bool:
+    return any(id(parameter) in found for parameter in module.parameters())
 
 
 def _listed(names: list[str]) -> str:
