@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,11 +61,6 @@ def spec(node: Node) -> TensorSpec | None:
     """The tensor that a node produces, None when it produces no tensor or several."""
     val = node.meta.get("val")
     return val if isinstance(val, TensorSpec) else None
-
-
-def float_inputs(node: Node) -> Iterator[Node]:
-    """The distinct nodes a node reads, in argument order."""
-    yield from node.all_input_nodes
 
 
 def get_attribute(root: Any, target: str) -> Any:

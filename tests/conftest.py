@@ -10,6 +10,9 @@ from entry_point import provide_entry_point
 from golden import write_renewed
 from hypothesis import settings
 
+import ampfx.loss_scale
+from ampfx import LossScale
+
 # A shared machine makes single examples slow at random; in CI the same examples run every time.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -36,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fixed_seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_default_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a default loss scale of its own: the optimizers of others may still be attached to theirs."""
+    monkeypatch.setattr(ampfx.loss_scale, "_default", LossScale())
 
 
 def pytest_sessionfinish() -> None:
